@@ -1,0 +1,79 @@
+"""QSDPConfig: what crosses the network in how many bits, and the named presets."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from qsdp.quantizer import MAX_BITS, MIN_BITS, Quantizer
+
+FULL_PRECISION = 32
+
+
+@dataclass(frozen=True)
+class QSDPConfig:
+    """Configuration of quantized communication; must be equal on all ranks.
+
+    Attributes:
+        weights: quantizer of the all-gathered weights, or None for FSDP2's own all-gather.
+        gradients: quantizer of the reduce-scattered gradients, or None for FSDP2's own.
+        min_numel: parameters with fewer elements (counted unsharded) travel in full precision, as
+            one-dimensional ones always do.
+        keep_full_precision: glob patterns over parameter names (``"*.wte.*"``) that travel in full
+            precision too. Each must match a parameter.
+        seed: of the random rounding, 64 bits.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or out of range.
+    """
+
+    weights: Quantizer | None = field(default_factory=lambda: Quantizer(rounding="shift"))
+    gradients: Quantizer | None = field(default_factory=lambda: Quantizer(rounding="stochastic"))
+    min_numel: int = 1024
+    keep_full_precision: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "gradients"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Quantizer):
+                raise TypeError(
+                    f"QSDPConfig({name}=...) must be a qsdp.Quantizer or None, got {value!r}"
+                )
+        for name, top in (("min_numel", 2**63), ("seed", 2**64)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < top:
+                raise ValueError(
+                    f"QSDPConfig({name}=...) must be an integer from 0 to {top - 1}, got {value!r}"
+                )
+        patterns = self.keep_full_precision
+        if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+            raise TypeError(
+                "QSDPConfig(keep_full_precision=...) must be a sequence of glob patterns, "
+                f"got {patterns!r}"
+            )
+        object.__setattr__(self, "keep_full_precision", tuple(patterns))
+
+    @classmethod
+    def preset(cls, name: str) -> QSDPConfig:
+        """The preset ``w{2..8|32}g{2..8|32}``: bits of weights and gradients, 32 for none.
+
+        Weights are rounded by random shift, gradients stochastically; blocks of 1024.
+
+        Raises:
+            ValueError: no such preset.
+        """
+        match = re.fullmatch(r"w(\d+)g(\d+)", name) if isinstance(name, str) else None
+        bits = [int(text) for text in match.groups()] if match else []
+        if not bits or not all(b == FULL_PRECISION or MIN_BITS <= b <= MAX_BITS for b in bits):
+            raise ValueError(
+                f"unknown preset {name!r}: presets are w{{bits}}g{{bits}} with bits "
+                f"{MIN_BITS} to {MAX_BITS}, or {FULL_PRECISION} for full precision, as in w8g8"
+            )
+        weights, gradients = bits
+        return cls(
+            weights=None if weights == FULL_PRECISION else Quantizer(weights, rounding="shift"),
+            gradients=(
+                None if gradients == FULL_PRECISION else Quantizer(gradients, rounding="stochastic")
+            ),
+        )

@@ -1,0 +1,50 @@
+"""One interface, several implementations side by side; ``reference`` defines the result.
+
+A backend is a module with ``encode``, ``decode`` and ``decode_sum`` (contracts in
+:mod:`qsdp.kernels.reference`). :func:`backend_for` picks one by device, at the first call.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from qsdp.kernels import reference
+from qsdp.wire import WireLayout
+
+VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Backend(Protocol):
+    """What every module in this folder that quantizes provides."""
+
+    NAME: str
+
+    @staticmethod
+    def encode(
+        values: torch.Tensor,
+        layout: WireLayout,
+        wire: torch.Tensor,
+        *,
+        key: int,
+        first_row: int = 0,
+    ) -> None: ...
+
+    @staticmethod
+    def decode(wire: torch.Tensor, layout: WireLayout, values: torch.Tensor) -> None: ...
+
+    @staticmethod
+    def decode_sum(
+        wire: torch.Tensor,
+        layout: WireLayout,
+        out: torch.Tensor,
+        *,
+        multiply: float = 1.0,
+        divide: float = 1.0,
+    ) -> None: ...
+
+
+def backend_for(device: torch.device) -> Backend:
+    """The fastest backend that works for tensors on ``device``."""
+    return reference

@@ -1,0 +1,136 @@
+"""The wire format: where every byte of an encoded row lies.
+
+A *row* is one rank's flat values, made of *segments*: one segment a parameter. A quantized segment
+is split into blocks; a block never straddles two segments. Everything follows from sizes alone, so
+all ranks compute the same layout, and this file is the only place that knows it:
+
+    row = [scale, offset] float32 pairs of all quantized segments, block after block
+        | bytes of all full-precision segments
+        | packed codes of all quantized segments, block after block
+        | zeros up to a multiple of ROW_ALIGNMENT
+
+Codes of one block are packed as bit planes of 4, 2 and 1 bits (a whole byte at 8 bits), lowest bits
+first, each plane padded to a byte: 3 bits = a 2-bit and a 1-bit plane, 7 bits = 4 + 2 + 1. Inside a
+plane the first value sits in the lowest bits of a byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+
+ROW_ALIGNMENT = 8
+META_BYTES = 8  # one float32 scale and one float32 offset a block
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter's span in a flat buffer.
+
+    ``bits=None`` travels in full precision, in the buffer's own dtype; the other fields then have
+    no meaning. ``levels``, if given, holds ``2**bits`` increasing numbers in [0, 1] that replace
+    the uniform grid.
+    """
+
+    numel: int
+    bits: int | None = None
+    block_size: int = 1024
+    rounding: str = "nearest"
+    levels: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """A segment and where it lies: values in elements, the rest in bytes from the row's start.
+
+    ``meta_offset`` is unused for a full-precision segment, whose bytes start at ``data_offset``.
+    """
+
+    segment: Segment
+    value_offset: int
+    meta_offset: int
+    data_offset: int
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.segment.numel // self.segment.block_size)
+
+
+@lru_cache(maxsize=16)
+def planes(bits: int) -> tuple[tuple[int, int], ...]:
+    """``(width, shift)`` of every bit plane of a code, lowest bits first."""
+    widths = [8] if bits == 8 else [width for width in (4, 2, 1) if bits & width]
+    shifts = accumulate([0, *widths[:-1]])
+    return tuple(zip(widths, shifts, strict=True))
+
+
+def code_bytes(numel: int, bits: int) -> int:
+    """Bytes of one block of ``numel`` packed codes."""
+    return sum(-(-numel * width // 8) for width, _ in planes(bits))
+
+
+def segment_code_bytes(segment: Segment) -> int:
+    """Bytes of all packed codes of a quantized segment."""
+    assert segment.bits is not None
+    full, rest = divmod(segment.numel, segment.block_size)
+    return full * code_bytes(segment.block_size, segment.bits) + code_bytes(rest, segment.bits)
+
+
+@dataclass(frozen=True)
+class WireLayout:
+    """Layout of one row. Build it with :func:`wire_layout`, which caches.
+
+    Attributes:
+        spans: the segments in order of their values.
+        dtype: of the values, and so of full-precision segments on the wire.
+        numel: values a row.
+        row_bytes: bytes a row, a multiple of ``ROW_ALIGNMENT``; zero for an empty row.
+        payload_bytes: the same without the padding at the end.
+    """
+
+    spans: tuple[Span, ...]
+    dtype: torch.dtype
+    numel: int
+    row_bytes: int
+    payload_bytes: int
+
+    def meta(self, wire: torch.Tensor, span: Span) -> torch.Tensor:
+        """Typed view: (num_rows, num_blocks, 2) float32, scale and offset of every block."""
+        size = span.num_blocks * META_BYTES
+        part = wire[:, span.meta_offset : span.meta_offset + size].view(torch.float32)
+        return part.unflatten(1, (span.num_blocks, 2))
+
+    def codes(self, wire: torch.Tensor, span: Span) -> torch.Tensor:
+        """View: (num_rows, bytes) uint8, the packed codes of the segment."""
+        size = segment_code_bytes(span.segment)
+        return wire[:, span.data_offset : span.data_offset + size]
+
+    def raw(self, wire: torch.Tensor, span: Span) -> torch.Tensor:
+        """View: (num_rows, bytes) uint8, a full-precision segment."""
+        size = span.segment.numel * self.dtype.itemsize
+        return wire[:, span.data_offset : span.data_offset + size]
+
+
+@lru_cache(maxsize=1024)
+def wire_layout(segments: tuple[Segment, ...], dtype: torch.dtype) -> WireLayout:
+    """Lay out ``segments``, in this order, for values of ``dtype``. Pure and cached."""
+    quantized = [s for s in segments if s.bits is not None]
+    num_blocks = sum(-(-s.numel // s.block_size) for s in quantized)
+    raw_start = num_blocks * META_BYTES
+    raw_bytes = sum(s.numel for s in segments if s.bits is None) * dtype.itemsize
+    value_at, meta_at, raw_at, codes_at = 0, 0, raw_start, raw_start + raw_bytes
+    spans = []
+    for segment in segments:
+        if segment.bits is None:
+            spans.append(Span(segment, value_at, 0, raw_at))
+            raw_at += segment.numel * dtype.itemsize
+        else:
+            spans.append(Span(segment, value_at, meta_at, codes_at))
+            meta_at += -(-segment.numel // segment.block_size) * META_BYTES
+            codes_at += segment_code_bytes(segment)
+        value_at += segment.numel
+    row_bytes = -(-codes_at // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return WireLayout(tuple(spans), dtype, value_at, row_bytes, codes_at)
