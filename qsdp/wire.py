@@ -100,8 +100,9 @@ class WireLayout:
     def meta(self, wire: torch.Tensor, span: Span) -> torch.Tensor:
         """Typed view: (num_rows, num_blocks, 2) float32, scale and offset of every block."""
         size = span.num_blocks * META_BYTES
-        part = wire[:, span.meta_offset : span.meta_offset + size].view(torch.float32)
-        return part.unflatten(1, (span.num_blocks, 2))
+        part: torch.Tensor = wire[:, span.meta_offset : span.meta_offset + size].view(torch.float32)
+        meta: torch.Tensor = part.unflatten(1, (span.num_blocks, 2))
+        return meta
 
     def codes(self, wire: torch.Tensor, span: Span) -> torch.Tensor:
         """View: (num_rows, bytes) uint8, the packed codes of the segment."""

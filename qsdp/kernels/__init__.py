@@ -21,8 +21,8 @@ class Backend(Protocol):
 
     NAME: str
 
-    @staticmethod
     def encode(
+        self,
         values: torch.Tensor,
         layout: WireLayout,
         wire: torch.Tensor,
@@ -31,11 +31,10 @@ class Backend(Protocol):
         first_row: int = 0,
     ) -> None: ...
 
-    @staticmethod
-    def decode(wire: torch.Tensor, layout: WireLayout, values: torch.Tensor) -> None: ...
+    def decode(self, wire: torch.Tensor, layout: WireLayout, values: torch.Tensor) -> None: ...
 
-    @staticmethod
     def decode_sum(
+        self,
         wire: torch.Tensor,
         layout: WireLayout,
         out: torch.Tensor,
