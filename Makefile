@@ -1,0 +1,39 @@
+# make demo: set up and run the main job.  make test: set up, lint, types, all tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test lint types fuzz bench clean
+.DELETE_ON_ERROR:
+
+setup: $(STAMP)
+
+# constraints.txt pins every package, torch==2.13.0 among them: a range would take a CUDA build.
+$(STAMP): pyproject.toml setup.py constraints.txt qsdp/kernels/cpu.cpp
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,dev]'
+	touch $(STAMP)
+
+demo: setup
+	bash recipes/demo.sh
+
+test: lint types
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+# Longer random comparison of the native kernels with the reference, under AddressSanitizer.
+fuzz: setup
+	$(BIN)/python tests/fuzz_kernels.py
+
+bench: setup
+	$(BIN)/qsdp bench kernels
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info runs/demo

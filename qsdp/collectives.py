@@ -1,0 +1,235 @@
+"""Quantized collectives on flat tensors and process groups; nothing here knows of FSDP.
+
+Both move one contiguous byte row a rank (:mod:`qsdp.wire`). A contribution is quantized once;
+partial sums never are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from qsdp.buffers import pool
+from qsdp.kernels import VALUE_DTYPES, backend_for
+from qsdp.kernels.philox import derive_key
+from qsdp.quantizer import Quantizer
+from qsdp.stats import CommMeter
+from qsdp.wire import WireLayout
+
+ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
+
+
+def all_gather_quantized(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    quantizer: Quantizer | WireLayout,
+    key: int = 0,
+    async_op: bool = False,
+    meter: CommMeter | None = None,
+) -> dist.Work | None:
+    """All-gather that moves quantized values.
+
+    1. Encode this rank's ``input`` (one row).
+    2. All-gather the rows: every rank sends and receives ``(num_ranks - 1) * row_bytes``.
+    3. Decode every row, this rank's own included, so all ranks hold bit-identical ``output``.
+
+    Args:
+        output: (num_ranks * input.numel(),), overwritten. ``input`` may be a view into it.
+        input: (numel,) float32, bfloat16 or float16, contiguous, of equal size on all ranks.
+        group: process group; None is the default group.
+        quantizer: how to encode, equal on all ranks: a Quantizer for the whole input, or the
+            layout of one row.
+        key: 64 bits for random rounding; draws also depend on the rank in ``group``.
+        async_op: return a Work whose ``wait`` decodes; ``input`` may be changed at once, ``output``
+            must not be read before.
+        meter: adds bytes and times to it.
+
+    Raises:
+        ValueError, TypeError: sizes or dtypes that do not fit together.
+    """
+    group = _group_or_default(group)
+    layout = _layout_for(quantizer, input)
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    _check_sizes(output, input, num_ranks, "all_gather_quantized", gather=True)
+    meter = meter or CommMeter()
+    backend, device = backend_for(input.device), input.device
+    wire = _wire_rows(num_ranks, layout, device)
+    with meter.phase("encode", device):
+        own = wire[rank : rank + 1]
+        backend.encode(input.view(1, -1), layout, own, key=key, first_row=rank)
+    moved = (num_ranks - 1) * layout.row_bytes
+    stock = (num_ranks - 1) * input.numel() * input.element_size()
+    meter.count(sent=moved, received=moved, stock=stock)
+
+    def finish() -> None:
+        with meter.phase("decode", device):
+            backend.decode(wire, layout, output.view(num_ranks, -1))
+
+    works = _gather_rows(wire, rank, group)
+    return _complete(works, finish, async_op, meter, device)
+
+
+def reduce_scatter_quantized(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    quantizer: Quantizer | WireLayout,
+    op: ReduceOp = dist.ReduceOp.AVG,
+    key: int = 0,
+    async_op: bool = False,
+    meter: CommMeter | None = None,
+) -> dist.Work | None:
+    """Reduce-scatter that moves quantized values.
+
+    1. Encode ``input`` as one row for each destination.
+    2. One all-to-all of rows: every rank sends and receives ``(num_ranks - 1) * row_bytes``.
+    3. Decode and sum the rows in float32 in rank order, this rank's own contribution included,
+       apply ``op``, round once to the output's dtype. Deterministic.
+
+    Args:
+        output: (numel,), overwritten.
+        input: (num_ranks * numel,) float32, bfloat16 or float16, contiguous; not modified.
+        group: process group; None is the default group.
+        quantizer: how to encode, equal on all ranks: a Quantizer for a rank's whole part, or the
+            layout of one row.
+        op: SUM, AVG, or PREMUL_SUM with its factor (also on backends that refuse it).
+        key: 64 bits for random rounding; draws also depend on the rank in ``group`` and the
+            destination, so that the ranks' errors are independent.
+        async_op: return a Work whose ``wait`` decodes; ``input`` may be changed at once, ``output``
+            must not be read before.
+        meter: adds bytes and times to it.
+
+    Raises:
+        ValueError, TypeError: sizes, dtypes or an op that do not fit.
+    """
+    group = _group_or_default(group)
+    layout = _layout_for(quantizer, output)
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    _check_sizes(output, input, num_ranks, "reduce_scatter_quantized", gather=False)
+    multiply, divide = reduce_factors(op, num_ranks)
+    meter = meter or CommMeter()
+    backend, device = backend_for(input.device), input.device
+    wire_in, wire_out = (_wire_rows(num_ranks, layout, device) for _ in range(2))
+    with meter.phase("encode", device):
+        rows = input.view(num_ranks, -1)
+        backend.encode(rows, layout, wire_in, key=derive_key(key, rank))
+    moved = (num_ranks - 1) * layout.row_bytes
+    stock = (num_ranks - 1) * output.numel() * input.element_size()
+    meter.count(sent=moved, received=moved, stock=stock)
+
+    def finish() -> None:
+        with meter.phase("decode", device):
+            backend.decode_sum(wire_out, layout, output, multiply=multiply, divide=divide)
+
+    work = dist.all_to_all_single(wire_out.view(-1), wire_in.view(-1), group=group, async_op=True)
+    return _complete([work], finish, async_op, meter, device)
+
+
+def reduce_factors(op: ReduceOp, num_ranks: int) -> tuple[float, float]:
+    """``(multiply, divide)`` that turn the sum of all contributions into what ``op`` gives.
+
+    Raises:
+        ValueError: an op other than SUM, AVG and PREMUL_SUM.
+    """
+    kind = getattr(op, "op", op)
+    if kind == dist.ReduceOp.SUM:
+        return 1.0, 1.0
+    if kind == dist.ReduceOp.AVG:
+        return 1.0, float(num_ranks)
+    if kind == dist.ReduceOp.PREMUL_SUM and isinstance(getattr(op, "factor", None), float):
+        return float(op.factor), 1.0  # type: ignore[union-attr]
+    raise ValueError(f"reduce_scatter_quantized takes op SUM, AVG or PREMUL_SUM(number), got {op}")
+
+
+class _DecodingWork(dist.Work):
+    """A Work that decodes once its transfers are done; ``wait`` may be called repeatedly."""
+
+    def __init__(self, works: list[dist.Work], finish: Callable[[], None]) -> None:
+        super().__init__()
+        self._works, self._finish = works, finish
+        self._done = False
+
+    def wait(self, timeout: object = None) -> bool:
+        if not self._done:
+            for work in self._works:
+                work.wait()
+            self._finish()
+            self._done = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done
+
+
+def _complete(
+    works: list[dist.Work],
+    finish: Callable[[], None],
+    async_op: bool,
+    meter: CommMeter,
+    device: torch.device,
+) -> dist.Work | None:
+    if async_op:
+        return _DecodingWork(works, finish)
+    with meter.phase("network", device):
+        for work in works:
+            work.wait()
+    finish()
+    return None
+
+
+def _gather_rows(wire: torch.Tensor, rank: int, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Start exchanging the rows of ``wire`` in place; ``wire[rank]`` is this rank's own."""
+    num_ranks = wire.shape[0]
+    if num_ranks == 1 or wire.numel() == 0:
+        return []
+    if dist.get_backend(group) != dist.Backend.GLOO:
+        return [dist.all_gather_single(wire.view(-1), wire[rank], group=group, async_op=True)]
+    # gloo's all-gather moves a third of what its point-to-point transfers of the same bytes do
+    # (docs/design.md, "Transport"). Each rank starts with its right neighbour to spread the load.
+    peers = [(rank + step) % num_ranks for step in range(1, num_ranks)]
+    sends = [dist.P2POp(dist.isend, wire[rank], group=group, group_peer=p) for p in peers]
+    receives = [dist.P2POp(dist.irecv, wire[p], group=group, group_peer=p) for p in peers]
+    return dist.batch_isend_irecv(sends + receives)
+
+
+def _group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is None:
+        group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("no process group: call torch.distributed.init_process_group first")
+    return group
+
+
+def _wire_rows(num_ranks: int, layout: WireLayout, device: torch.device) -> torch.Tensor:
+    rows = pool.take(num_ranks * layout.row_bytes, torch.uint8, device)
+    return rows.view(num_ranks, layout.row_bytes)
+
+
+def _layout_for(quantizer: Quantizer | WireLayout, part: torch.Tensor) -> WireLayout:
+    if isinstance(quantizer, WireLayout):
+        return quantizer
+    return quantizer.layout(part.numel(), part.dtype)
+
+
+def _check_sizes(
+    output: torch.Tensor, input: torch.Tensor, num_ranks: int, name: str, *, gather: bool
+) -> None:
+    small, large = (input, output) if gather else (output, input)
+    if input.dtype not in VALUE_DTYPES or output.dtype != input.dtype:
+        raise TypeError(
+            f"{name} takes input and output of one dtype, float32, bfloat16 or float16, "
+            f"got {input.dtype} and {output.dtype}"
+        )
+    if large.numel() != num_ranks * small.numel():
+        raise ValueError(
+            f"{name} over {num_ranks} ranks needs "
+            f"{'output' if gather else 'input'} of {num_ranks * small.numel()} elements "
+            f"({num_ranks} x {small.numel()}), got {large.numel()}"
+        )
+    if not (input.is_contiguous() and output.is_contiguous()):
+        raise ValueError(f"{name} needs contiguous tensors: call .contiguous() on them")
