@@ -1,0 +1,7 @@
+"""`python -m qsdp`."""
+
+import sys
+
+from qsdp.cli import main
+
+sys.exit(main())

@@ -1,0 +1,41 @@
+"""The command `qsdp`: a table of sub-commands, each imported when it is called.
+
+A sub-command is a function `run(argv) -> exit status` in a module of its own. Errors of use are
+ValueError, TypeError, FileNotFoundError and the like: one line on stderr, exit status 1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+COMMANDS = {
+    "train": ("qsdp.trainer.command", "pretrain or continue a language model"),
+    "report": ("qsdp.trainer.report", "compare runs: a table and plots"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one sub-command; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if argv else 2
+    name, rest = argv[0], argv[1:]
+    if name not in COMMANDS:
+        print(f"qsdp: error: no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(COMMANDS[name][0])
+    try:
+        status: int = module.run(rest)
+        return status
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        print(f"qsdp {name}: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _usage() -> str:
+    lines = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
+    return "usage: qsdp COMMAND [OPTIONS]\n\n" + "\n".join(
+        [*lines, "", "`qsdp COMMAND --help` lists the options of a command."]
+    )

@@ -1,0 +1,249 @@
+"""Checkpoints: written whole or not at all, read without running code.
+
+A checkpoint is a folder `step-00000100` that holds, of torch.distributed.checkpoint, one
+safetensors file a rank with model and optimizer, and `checkpoint.json` with all the rest. It is
+written under another name and renamed when every rank has written its part, so a folder with that
+name is complete, and a crash leaves the one before it as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from qsdp.trainer.config import LATEST
+from qsdp.trainer.ranks import on_rank_zero, together
+
+DESCRIPTION = "checkpoint.json"
+FORMAT = 1
+_PARTIAL = ".partial"
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Description(NamedTuple):
+    """What a checkpoint says of itself, besides tensors; all values are JSON."""
+
+    step: int
+    elapsed_s: float
+    config: dict[str, Any]
+    parameters: dict[str, list[int]]
+    """Shape of every parameter."""
+    tokenizer: str
+    """Hash of the tokenizer's vocabulary."""
+    data_states: list[dict[str, Any]]
+    """State of each rank's batches."""
+
+
+def save_checkpoint(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    description: Description,
+    *,
+    keep: int,
+) -> Path:
+    """Write `folder/step-N` and delete all but the last `keep`; collective.
+
+    1. Every rank writes its shards into a folder with a name that no reader takes.
+    2. Every rank checksums its part of the files; rank 0 writes checkpoint.json.
+    3. Rank 0 renames the folder, then deletes old ones.
+    """
+    final = folder / f"step-{description.step:08d}"
+    partial = folder / (final.name + _PARTIAL)
+    on_rank_zero(lambda: _fresh_folder(partial))
+    together(
+        lambda: save(
+            _tensors(model, optimizer),
+            storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
+        )
+    )
+    checksums = together(lambda: _checksums(partial))
+    on_rank_zero(lambda: _complete(partial, final, description, checksums, keep))
+    return final
+
+
+def _fresh_folder(path: Path) -> None:
+    for left_over in path.parent.glob("*" + _PARTIAL):
+        shutil.rmtree(left_over)
+    path.mkdir(parents=True)
+
+
+def _complete(
+    partial: Path, final: Path, description: Description, checksums: dict[str, Any], keep: int
+) -> None:
+    content = {"format": FORMAT, **description._asdict(), "files": checksums}
+    with (partial / DESCRIPTION).open("w") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    if final.exists():
+        shutil.rmtree(final)
+    os.rename(partial, final)
+    for old in complete_checkpoints(final.parent)[:-keep]:
+        shutil.rmtree(old)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints in a folder, oldest first."""
+    found = [path for path in folder.glob("step-*") if path.suffix != _PARTIAL]
+    return sorted(path for path in found if (path / DESCRIPTION).is_file())
+
+
+def find_checkpoint(resume: str, folder: Path) -> Path:
+    """The path that --resume names: a checkpoint, or the latest in `folder`."""
+    if resume != LATEST:
+        path = Path(resume)
+        if not (path / DESCRIPTION).is_file():
+            raise FileNotFoundError(
+                f"--resume {path} is no complete checkpoint: it has no {DESCRIPTION}"
+            )
+        return path
+    complete = complete_checkpoints(folder)
+    if not complete:
+        raise FileNotFoundError(
+            f"--resume finds no complete checkpoint in {folder}; give --resume PATH, or start "
+            "afresh without --resume"
+        )
+    return complete[-1]
+
+
+def read_description(path: Path) -> Description:
+    """Raises ValueError with the file and the field where checkpoint.json is damaged."""
+    file = path / DESCRIPTION
+    try:
+        content = json.loads(file.read_text())
+        if content["format"] != FORMAT:
+            raise ValueError(
+                f"{file}: format is {content['format']!r}, this version of qsdp reads {FORMAT}"
+            )
+        return Description(**{name: content[name] for name in Description._fields})
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is damaged: {error}; resume from another checkpoint") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file} is damaged: it lacks the field {error}; resume from another checkpoint"
+        ) from error
+
+
+def load_checkpoint(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    parameters: dict[str, list[int]],
+    tokenizer: str,
+) -> Description:
+    """Fill model and optimizer from a checkpoint; collective, and an error is every rank's error.
+
+    Raises ValueError where the checkpoint is damaged or belongs to another model or tokenizer; the
+    model is untouched then.
+    """
+    description = together(lambda: read_description(path))
+    together(lambda: _check_same_model(path, description, parameters, tokenizer))
+    together(lambda: _verify_files(path))
+    tensors = _tensors(model, optimizer)
+    together(lambda: load(tensors, storage_reader=HuggingFaceStorageReader(str(path))))
+    model_state = {
+        name.removeprefix("model."): value
+        for name, value in tensors.items()
+        if name.startswith("model.")
+    }
+    set_model_state_dict(model, model_state, options=StateDictOptions(strict=False))
+    optimizer_state = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    for name in optimizer_state:
+        if "optimizer." + name in tensors:
+            optimizer_state[name] = tensors["optimizer." + name]
+    set_optimizer_state_dict(model, optimizer, optimizer_state, options=_OPTIONS)
+    return description
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Model and optimizer state by name. Tied parameters appear once; settings of the optimizer
+    are left out, because the run's configuration gives them."""
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied -= {name for name, _ in model.named_parameters()}
+    state: dict[str, Any] = {
+        "model." + name: value
+        for name, value in get_model_state_dict(model).items()
+        if name not in tied
+    }
+    optimizer_state = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    for name, value in optimizer_state.items():
+        if isinstance(value, torch.Tensor):
+            state["optimizer." + name] = value
+    return state
+
+
+def _checksums(folder: Path) -> dict[str, Any]:
+    """Size and CRC-32 of every file, the ranks sharing the work; equal on all ranks."""
+    files = sorted(folder.glob("*.safetensors"))
+    mine = {
+        path.name: {"bytes": path.stat().st_size, "crc32": _crc32(path)}
+        for path in files[dist.get_rank() :: dist.get_world_size()]
+    }
+    parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, mine)
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _verify_files(path: Path) -> None:
+    """Raises ValueError on a file that is missing or is not as it was written."""
+    expected = json.loads((path / DESCRIPTION).read_text()).get("files", {})
+    for name, entry in sorted(expected.items())[dist.get_rank() :: dist.get_world_size()]:
+        file = path / name
+        hint = "resume from another checkpoint"
+        if not file.is_file():
+            raise ValueError(f"{file} is missing; {hint}")
+        if file.stat().st_size != entry["bytes"]:
+            raise ValueError(
+                f"{file} has {file.stat().st_size} bytes, {entry['bytes']} were written; {hint}"
+            )
+        if _crc32(file) != entry["crc32"]:
+            raise ValueError(f"{file} is damaged: its CRC-32 is not {entry['crc32']}; {hint}")
+
+
+def _crc32(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def _check_same_model(
+    path: Path, description: Description, parameters: dict[str, list[int]], tokenizer: str
+) -> None:
+    there = description.parameters
+    for name in sorted(set(there) | set(parameters)):
+        if there.get(name) != parameters.get(name):
+            raise ValueError(
+                f"{path} is of another model: parameter {name} has shape "
+                f"{there.get(name, 'none')} there and {parameters.get(name, 'none')} here; change "
+                "--preset, --model or the shape, or give another --resume PATH"
+            )
+    if description.tokenizer != tokenizer:
+        raise ValueError(
+            f"{path} was trained with another tokenizer ({description.tokenizer}, here "
+            f"{tokenizer}); give the same --tokenizer or --data"
+        )

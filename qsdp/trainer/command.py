@@ -1,0 +1,98 @@
+"""`qsdp train`: from flags to a checked configuration, to ranks, to a run.
+
+The process that the user starts checks all that it can and then starts the ranks, which parse the
+same flags again and train.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import get_args
+
+import tyro
+
+from qsdp.trainer.config import LATEST, PRESETS, PresetName, TrainConfig
+
+
+def run(argv: list[str]) -> int:
+    """Exit status of `qsdp train argv`. Raises ValueError and OSError on bad use."""
+    from qsdp.trainer.ranks import SharedError, started_by_launcher
+
+    config = parse(argv)
+    if not started_by_launcher():
+        from qsdp.trainer.launch import launch
+
+        check(config)
+        return launch(argv, config.nproc, config.run_folder)
+    from qsdp.trainer.loop import train
+
+    try:
+        train(config)
+    except SharedError:
+        if os.environ["LOCAL_RANK"] == "0":
+            raise
+        return 1
+    return 0
+
+
+def parse(argv: list[str]) -> TrainConfig:
+    """Flags over the preset that they name, or with --resume over the run's own configuration."""
+    argv = _with_resume_value(argv)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", choices=get_args(PresetName), default="tiny")
+    first.add_argument("--run", type=Path)
+    first.add_argument("--resume")
+    chosen, _ = first.parse_known_args(argv)
+    default = PRESETS[chosen.preset]()
+    if chosen.resume and chosen.run and (chosen.run / "config.json").is_file():
+        default = dataclasses.replace(read_config(chosen.run), resume=None)
+    return tyro.cli(TrainConfig, prog="qsdp train", args=argv, default=default)
+
+
+def read_config(run_folder: Path) -> TrainConfig:
+    """The configuration that a run wrote. Raises ValueError where it cannot be read."""
+    path = run_folder / "config.json"
+    try:
+        return TrainConfig.from_json(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def check(config: TrainConfig) -> None:
+    """Raise in the user's words what the ranks could only fail on."""
+    import qsdp
+    from qsdp.trainer.text import check_files
+
+    qsdp.QSDPConfig.preset(config.comm)
+    config.micro_batches(config.nproc)
+    check_files(config)
+    if config.model is not None and not (config.model / "config.json").is_file():
+        raise FileNotFoundError(f"--model: {config.model} is no folder with a config.json")
+    if config.tokenizer is not None and not config.tokenizer.exists():
+        raise FileNotFoundError(f"--tokenizer: there is no file or folder {config.tokenizer}")
+    if config.dataset and not (config.tokenizer or config.model):
+        raise ValueError("--dataset needs --tokenizer PATH (or a --model that has one)")
+    folder = config.run_folder
+    if config.resume:
+        from qsdp.trainer.checkpoint import find_checkpoint, read_description
+
+        read_description(find_checkpoint(config.resume, folder / "checkpoints"))
+    elif not config.overwrite and (folder / "config.json").exists():
+        raise ValueError(
+            f"{folder} already holds a run; --resume continues it, --overwrite deletes it, --run "
+            "names another folder"
+        )
+
+
+def _with_resume_value(argv: list[str]) -> list[str]:
+    """`--resume` without a path means the latest checkpoint."""
+    completed = []
+    for flag, following in zip(argv, [*argv[1:], "--"], strict=True):
+        completed.append(flag)
+        if flag == "--resume" and following.startswith("--"):
+            completed.append(LATEST)
+    return completed

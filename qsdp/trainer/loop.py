@@ -1,0 +1,352 @@
+"""Training: set up a run, take its steps, finish it. Every rank calls every function here."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+import qsdp
+from qsdp.trainer.checkpoint import Description, find_checkpoint, load_checkpoint, save_checkpoint
+from qsdp.trainer.config import TrainConfig, learning_rate
+from qsdp.trainer.data import Data, prepare_data, vocabulary_digest
+from qsdp.trainer.evaluate import master_validation_loss, token_losses, validation_loss
+from qsdp.trainer.export import Weights, export_model
+from qsdp.trainer.launch import STOP_FILE
+from qsdp.trainer.metrics import METRICS, Metrics, read_metrics, step_medians, write_json
+from qsdp.trainer.model import (
+    build_model,
+    build_optimizer,
+    num_parameters,
+    quantize_communication,
+    quantizes_weights,
+    shard,
+)
+from qsdp.trainer.ranks import Ranks, on_rank_zero, process_group, together
+
+RESULT = "result.json"
+
+# Settings that another part of the same training may differ in.
+_FREE_ON_RESUME = {
+    "run", "overwrite", "resume", "nproc", "device", "timeout", "log_every", "eval_every",
+    "eval_windows", "final_eval_windows", "checkpoint_every", "keep_checkpoints", "export",
+}  # fmt: skip
+
+
+class Run(NamedTuple):
+    """What does not change while a run trains."""
+
+    config: TrainConfig
+    ranks: Ranks
+    data: Data
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    metrics: Metrics | None
+    """On rank 0 only."""
+
+    def say(self, text: str) -> None:
+        if self.metrics is not None:
+            self.metrics.say(text)
+
+
+class Progress(NamedTuple):
+    """Where a run stands."""
+
+    step: int
+    elapsed_s: float
+    """Seconds in training steps, over all processes that continued the run."""
+
+
+def train(config: TrainConfig) -> None:
+    """Train on this rank, from start or checkpoint to the exported model or an interruption."""
+    stop = _StopRequest(config.run_folder / STOP_FILE)
+    with process_group(config.device, config.timeout) as ranks:
+        resume = _prepare_folder(config)
+        data = prepare_data(config, ranks)
+        model = together(lambda: build_model(config, data.tokenizer))
+        parameters = num_parameters(model)
+        shard(model, config, ranks)
+        optimizer = build_optimizer(model, config)
+        together(lambda: quantize_communication(model, config))
+        start = Progress(0, 0.0)
+        if resume is not None:
+            start = _resume(resume, config, ranks, data, model, optimizer)
+        metrics = None
+        if ranks.rank == 0:
+            metrics = Metrics(
+                config.run_folder,
+                total_steps=config.steps,
+                resume_step=start.step,
+                log_every=config.log_every,
+            )
+        run = Run(config, ranks, data, model, optimizer, metrics)
+        run.say(_headline(run, parameters, resume))
+        end = _take_steps(run, start, stop)
+        if end.step == config.steps:
+            _finish(run, end, parameters)
+        if metrics is not None:
+            metrics.close()
+
+
+def _prepare_folder(config: TrainConfig) -> Path | None:
+    """Make the run folder; returns the checkpoint to resume from. Equal on all ranks."""
+    folder = config.run_folder
+
+    def prepare() -> Path | None:
+        resume = find_checkpoint(config.resume, folder / "checkpoints") if config.resume else None
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RESULT).unlink(missing_ok=True)
+        if resume is None:
+            # By name: --run may point at a folder that holds more than a run.
+            for name in ("checkpoints", "data", "model", "tensorboard"):
+                shutil.rmtree(folder / name, ignore_errors=True)
+            (folder / METRICS).unlink(missing_ok=True)
+        return resume
+
+    resume = on_rank_zero(prepare)
+    on_rank_zero(lambda: write_json(folder / "config.json", config.to_json()))
+    return resume
+
+
+def _headline(run: Run, parameters: int, resume: Path | None) -> str:
+    source = f", resumed from {resume}" if resume is not None else ""
+    return (
+        f"{run.config.run_folder}: {parameters:,} parameters, {run.config.comm}, "
+        f"{run.ranks.num_ranks} ranks on {run.ranks.device.type}, {run.config.steps} steps of "
+        f"{run.config.batch_size} x {run.config.sequence_length} tokens{source}"
+    )
+
+
+def _resume(
+    path: Path,
+    config: TrainConfig,
+    ranks: Ranks,
+    data: Data,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+) -> Progress:
+    saved = load_checkpoint(
+        path,
+        model,
+        optimizer,
+        parameters=_shapes(model),
+        tokenizer=vocabulary_digest(data.tokenizer),
+    )
+
+    def continue_data() -> None:
+        if saved.step >= config.steps:
+            raise ValueError(f"{path} is at step {saved.step}: raise --steps {config.steps}")
+        states = saved.data_states
+        if len(states) == ranks.num_ranks:
+            data.batches.load_state(states[ranks.rank])
+        elif any(states):
+            raise ValueError(
+                f"{path} holds the stream positions of {len(states)} ranks; resume with --nproc "
+                f"{len(states)}, not {ranks.num_ranks}"
+            )
+
+    together(continue_data)
+    if ranks.rank == 0:
+        now = config.to_json()
+        for name in sorted(set(now) - _FREE_ON_RESUME):
+            if saved.config.get(name) != now[name]:
+                flag = "--" + name.replace("_", "-")
+                print(
+                    f"qsdp train: warning: {flag} was {saved.config.get(name)} when {path} was "
+                    f"saved, is {now[name]} now"
+                )
+    return Progress(saved.step, saved.elapsed_s)
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, list[int]]:
+    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _take_steps(run: Run, progress: Progress, stop: _StopRequest) -> Progress:
+    """Train until the last step or until any rank was asked to stop."""
+    config = run.config
+    while progress.step < config.steps:
+        step = progress.step + 1
+        record, stopping = _step(run, progress, stop)
+        progress = Progress(step, record["elapsed_s"])
+        if run.metrics is not None:
+            run.metrics.step(record)
+        if not math.isfinite(record["loss"]):
+            raise ValueError(
+                f"the loss of step {step} is {record['loss']}; lower --lr, or --resume from "
+                f"{config.run_folder / 'checkpoints'} with other settings"
+            )
+        last = step == config.steps
+        if stopping and not last:
+            _save(run, progress)
+            (config.run_folder / STOP_FILE).unlink(missing_ok=True)
+            run.say(
+                f"stopped at step {step}, checkpoint saved; continue with: qsdp train "
+                f"--run {config.run_folder} --resume"
+            )
+            return progress
+        if config.checkpoint_every and (step % config.checkpoint_every == 0 or last):
+            _save(run, progress)
+        if config.eval_every and step % config.eval_every == 0 and not last:
+            loss = validation_loss(
+                run.model, run.data.valid, config, run.ranks, limit=config.eval_windows
+            )
+            _record_validation(run, progress, loss)
+    return progress
+
+
+def _step(run: Run, progress: Progress, stop: _StopRequest) -> tuple[dict[str, Any], bool]:
+    """One optimizer step; returns its metrics and whether any rank was asked to stop."""
+    config, ranks, model = run.config, run.ranks, run.model
+    step = progress.step + 1
+    seed = np.random.SeedSequence([config.seed, step, ranks.rank]).generate_state(1, np.uint64)
+    torch.manual_seed(int(seed[0]))
+    qsdp.comm_stats(model, reset=True)
+    started = time.perf_counter()
+    lr = learning_rate(config, step)
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr
+    micro_batches = config.micro_batches(ranks.num_ranks)
+    # Loss and stop requests travel together: all ranks leave after the same step.
+    shared = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    for micro_batch in range(micro_batches):
+        last = micro_batch == micro_batches - 1
+        model.set_requires_gradient_sync(last or config.sync_every_micro_batch)
+        batch = run.data.batches.batch(step, micro_batch).to(ranks.device)
+        loss = token_losses(model, batch).mean() / micro_batches
+        loss.backward()
+        shared[0] += loss.detach().double() / ranks.num_ranks
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+    assert isinstance(norm, DTensor)
+    norm_value = norm.full_tensor().item()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    shared[1] = float(stop.requested())
+    dist.all_reduce(shared)
+    mean_loss, stops = shared.tolist()
+    step_s = time.perf_counter() - started
+    comm = qsdp.comm_stats(model)
+    record = {
+        "step": step,
+        "loss": mean_loss,
+        "lr": lr,
+        "grad_norm": norm_value,
+        "tokens_per_s": config.batch_size * config.sequence_length / step_s,
+        "step_s": step_s,
+        # Collectives may overlap with the computation on GPUs, so this is what remains of the step.
+        "compute_s": max(0.0, step_s - comm.encode_s - comm.decode_s - comm.network_s),
+        "encode_s": comm.encode_s,
+        "decode_s": comm.decode_s,
+        "network_s": comm.network_s,
+        "sent": comm.sent,
+        "received": comm.received,
+        "stock_sent": comm.stock_sent,
+        "elapsed_s": progress.elapsed_s + step_s,
+    }
+    return record, stops > 0
+
+
+def _save(run: Run, progress: Progress) -> None:
+    states: list[dict[str, Any]] = [{} for _ in range(run.ranks.num_ranks)]
+    dist.all_gather_object(states, run.data.batches.state())
+    description = Description(
+        step=progress.step,
+        elapsed_s=progress.elapsed_s,
+        config=run.config.to_json(),
+        parameters=_shapes(run.model),
+        tokenizer=vocabulary_digest(run.data.tokenizer),
+        data_states=states,
+    )
+    save_checkpoint(
+        run.config.run_folder / "checkpoints",
+        run.model,
+        run.optimizer,
+        description,
+        keep=run.config.keep_checkpoints,
+    )
+
+
+def _record_validation(run: Run, progress: Progress, loss: float) -> None:
+    if run.metrics is not None:
+        run.metrics.validation(
+            {
+                "step": progress.step,
+                "valid_loss": loss,
+                "valid_perplexity": math.exp(loss),
+                "elapsed_s": progress.elapsed_s,
+            }
+        )
+
+
+def _finish(run: Run, end: Progress, parameters: int) -> None:
+    """Validate decoded and master weights, export the model, write result.json."""
+    config = run.config
+    arguments = (run.model, run.data.valid, config, run.ranks)
+    decoded = master = validation_loss(*arguments, limit=config.final_eval_windows)
+    if quantizes_weights(config):
+        master = master_validation_loss(*arguments, limit=config.final_eval_windows)
+    _record_validation(run, end, decoded)
+    weights: Weights = "decoded" if config.export == "decoded" else "master"
+    if config.export == "best" and decoded < master:
+        weights = "decoded"
+    result = {
+        "comm": config.comm,
+        "preset": config.preset,
+        "parameters": parameters,
+        "num_ranks": run.ranks.num_ranks,
+        "steps": end.step,
+        "tokens": end.step * config.batch_size * config.sequence_length,
+        "seed": config.seed,
+        "valid_loss_decoded": decoded,
+        "valid_loss_master": master,
+        "valid_perplexity_decoded": math.exp(decoded),
+        "valid_perplexity_master": math.exp(master),
+        "exported": None if config.export == "none" else weights,
+        "train_s": end.elapsed_s,
+    }
+    if run.ranks.rank == 0:
+        medians = step_medians(read_metrics(config.run_folder / METRICS))
+        ratio = medians["stock_sent"] / medians["sent"] if medians["sent"] else 1.0
+        result |= {"median_step": medians, "ratio": ratio}
+    if config.export != "none":
+        export_model(
+            config.run_folder / "model",
+            run.model,
+            run.data.tokenizer,
+            run.ranks,
+            weights=weights,
+            config=config,
+            result=result,
+        )
+    on_rank_zero(lambda: write_json(config.run_folder / RESULT, result))
+    run.say(
+        f"validation perplexity {math.exp(decoded):.3f} decoded, {math.exp(master):.3f} masters; "
+        f"results in {config.run_folder / RESULT}"
+        + (f", {weights} weights in {config.run_folder / 'model'}" if result["exported"] else "")
+    )
+
+
+class _StopRequest:
+    """Whether this rank was asked to stop: by a signal, or by the file that the launcher leaves."""
+
+    def __init__(self, stop_file: Path) -> None:
+        self._stop_file = stop_file
+        self._signalled = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def requested(self) -> bool:
+        return self._signalled or self._stop_file.exists()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True

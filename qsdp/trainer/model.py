@@ -1,0 +1,144 @@
+"""The model of a run: built or read from a folder, wrapped for FSDP2, with qsdp on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+import qsdp
+from qsdp.trainer.config import TrainConfig
+from qsdp.trainer.ranks import Ranks
+
+
+def build_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The whole model in float32; equal on all ranks, because the seed is."""
+    torch.manual_seed(config.seed)
+    if config.model is not None:
+        model = _read_model(config)
+    else:
+        vocab_size = max(config.vocab_size, len(tokenizer))
+        model = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=vocab_size,
+                n_positions=config.sequence_length,
+                n_embd=config.width,
+                n_layer=config.layers,
+                n_head=config.heads,
+                resid_pdrop=config.dropout,
+                embd_pdrop=config.dropout,
+                attn_pdrop=config.dropout,
+                bos_token_id=tokenizer.eos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+            )
+        )
+    _check_fits(model, config, tokenizer)
+    model.config.use_cache = False
+    return model
+
+
+def _read_model(config: TrainConfig) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            config.model,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,  # the other format runs code when it is read
+            dtype=torch.float32,
+        )
+    except Exception as error:  # safetensors raises its own Exception on a damaged file
+        raise ValueError(f"--model {config.model} cannot be read: {error}") from error
+
+
+def _check_fits(
+    model: PreTrainedModel, config: TrainConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and positions < config.sequence_length:
+        raise ValueError(
+            f"--sequence-length must be at most {positions}, the positions of the model, got "
+            f"{config.sequence_length}"
+        )
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model "
+            f"{model.get_input_embeddings().num_embeddings}; give the model's --tokenizer"
+        )
+    if not model._no_split_modules:
+        raise ValueError(
+            f"{type(model).__name__} does not name its blocks (_no_split_modules is empty), so it "
+            "is not known what to shard; give another --model"
+        )
+
+
+def shard(model: PreTrainedModel, config: TrainConfig, ranks: Ranks) -> None:
+    """Wrap each block and then the whole for FSDP2, in place."""
+    mesh = init_device_mesh(ranks.device.type, (ranks.num_ranks,))
+    policy = MixedPrecisionPolicy()
+    if config.precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    names = set(model._no_split_modules)
+    for block in [m for m in model.modules() if type(m).__name__ in names]:
+        # The forward is replaced rather than the module: parameter names stay as they are, and
+        # FSDP2's hooks stay outside of what is recomputed or compiled.
+        if config.compile:
+            block.forward = torch.compile(block.forward)
+        if config.activation_checkpointing:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def quantize_communication(model: nn.Module, config: TrainConfig) -> None:
+    """Install qsdp as --comm says, and count what goes over the network either way."""
+    comm = dataclasses.replace(
+        qsdp.QSDPConfig.preset(config.comm),
+        keep_full_precision=config.keep_full_precision,
+        seed=config.seed,
+    )
+    qsdp.apply_qsdp(model, comm)
+    qsdp.observe_comms(model)
+
+
+def quantizes_weights(config: TrainConfig) -> bool:
+    """Whether training sees other weights than the full-precision masters."""
+    return qsdp.QSDPConfig.preset(config.comm).weights is not None
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW; weight decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )

@@ -1,0 +1,95 @@
+"""This process as one of several ranks: the process group, and how ranks agree.
+
+Anything that can fail on one rank only goes through `on_rank_zero` or `together`: then every
+rank raises the same error and none is left waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Literal, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class SharedError(ValueError):
+    """An error that every rank raises, so that one of them is enough to print it."""
+
+
+class Ranks(NamedTuple):
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+
+def started_by_launcher() -> bool:
+    """Whether torchrun, the user's or our own, started this process."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))
+
+
+@contextmanager
+def process_group(device: Literal["auto", "cpu", "cuda"], timeout: float) -> Iterator[Ranks]:
+    """Join the other ranks: NCCL on GPUs, gloo on CPUs.
+
+    An exception leaves the group as it is: the process ends, and its peers see the connection drop.
+    """
+    use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    local_rank = int(os.environ["LOCAL_RANK"])
+    here = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"local rank {local_rank} has no GPU, this machine shows "
+                f"{torch.cuda.device_count()}; lower --nproc or pass --device cpu"
+            )
+        torch.cuda.set_device(here)
+    dist.init_process_group(
+        "cuda:nccl,cpu:gloo" if use_cuda else "gloo",
+        timeout=timedelta(seconds=timeout),
+        device_id=here if use_cuda else None,
+    )
+    yield Ranks(dist.get_rank(), dist.get_world_size(), here)
+    dist.destroy_process_group()
+
+
+def on_rank_zero(work: Callable[[], T]) -> T:
+    """Run on rank 0 while the others wait; every rank gets the result, or raises the error."""
+    outcome: list[tuple[T | None, str | None]] = [(None, None)]
+    if dist.get_rank() == 0:
+        try:
+            outcome = [(work(), None)]
+        except (ValueError, TypeError, OSError, RuntimeError) as error:
+            outcome = [(None, _one_line(error))]
+    dist.broadcast_object_list(outcome, src=0)
+    result, message = outcome[0]
+    if message is not None:
+        raise SharedError(message)
+    return result  # type: ignore[return-value]  # None only where T is
+
+
+def together(work: Callable[[], T]) -> T:
+    """Run on every rank; where any rank fails, every rank raises what the lowest of them met."""
+    result: T | None = None
+    message: str | None = None
+    try:
+        result = work()
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
+        message = _one_line(error)
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    failed = [(rank, text) for rank, text in enumerate(messages) if text is not None]
+    if failed:
+        rank, text = failed[0]
+        everywhere = len(failed) == len(messages) and len(set(messages)) == 1
+        raise SharedError(text if everywhere else f"rank {rank}: {text}")
+    return result  # type: ignore[return-value]  # as above
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
