@@ -1,7 +1,7 @@
 """The command `qsdp`: a table of sub-commands, each imported when it is called.
 
-A sub-command is a function `run(argv) -> exit status` in a module of its own. Errors of use are
-ValueError, TypeError, FileNotFoundError and the like: one line on stderr, exit status 1.
+A sub-command is a function `run(argv) -> exit status` in a module of its own. ValueError, OSError
+and RuntimeError are for the user: one line on stderr and exit status 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         status: int = module.run(rest)
         return status
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"qsdp {name}: error: {error}", file=sys.stderr)
         return 1
 

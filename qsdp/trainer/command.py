@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import os
+import traceback
 from pathlib import Path
 from typing import get_args
 
@@ -36,6 +37,15 @@ def run(argv: list[str]) -> int:
         if os.environ["LOCAL_RANK"] == "0":
             raise
         return 1
+    except Exception as error:
+        # Not foreseen, so whoever looks for the cause needs the whole of it, but not on the screen
+        # once for every rank.
+        rank = os.environ["RANK"]
+        config.run_folder.mkdir(parents=True, exist_ok=True)
+        path = config.run_folder / f"traceback-rank{rank}.txt"
+        path.write_text(traceback.format_exc())
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise RuntimeError(f"rank {rank}: {cause} (traceback in {path})") from error
     return 0
 
 

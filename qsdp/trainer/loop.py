@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 import qsdp
 from qsdp.trainer.checkpoint import Description, find_checkpoint, load_checkpoint, save_checkpoint
@@ -32,7 +33,7 @@ from qsdp.trainer.model import (
     quantizes_weights,
     shard,
 )
-from qsdp.trainer.ranks import Ranks, on_rank_zero, process_group, together
+from qsdp.trainer.ranks import Ranks, SharedError, on_rank_zero, process_group, together
 
 RESULT = "result.json"
 
@@ -69,6 +70,7 @@ class Progress(NamedTuple):
 
 def train(config: TrainConfig) -> None:
     """Train on this rank, from start or checkpoint to the exported model or an interruption."""
+    disable_progress_bar()  # of transformers, which would cut into our own
     stop = _StopRequest(config.run_folder / STOP_FILE)
     with process_group(config.device, config.timeout) as ranks:
         resume = _prepare_folder(config)
@@ -178,14 +180,14 @@ def _take_steps(run: Run, progress: Progress, stop: _StopRequest) -> Progress:
     while progress.step < config.steps:
         step = progress.step + 1
         record, stopping = _step(run, progress, stop)
-        progress = Progress(step, record["elapsed_s"])
-        if run.metrics is not None:
-            run.metrics.step(record)
         if not math.isfinite(record["loss"]):
-            raise ValueError(
+            raise SharedError(
                 f"the loss of step {step} is {record['loss']}; lower --lr, or --resume from "
                 f"{config.run_folder / 'checkpoints'} with other settings"
             )
+        progress = Progress(step, record["elapsed_s"])
+        if run.metrics is not None:
+            run.metrics.step(record)
         last = step == config.steps
         if stopping and not last:
             _save(run, progress)
