@@ -93,12 +93,12 @@ def _bytes(reports: list[RunReport]) -> Figure:
     colours = [_COLOURS[i % len(_COLOURS)] for i in range(len(reports))]
     bars = axes.barh(names, sent, color=colours, height=0.6)
     labels = [
-        f"{format_bytes(report.medians['sent'])}, {report.ratio:.2f} times fewer than stock FSDP2"
+        f"{format_bytes(report.medians['sent'])}, {report.ratio:.2f}x fewer than stock FSDP2"
         if report.ratio > 1.005
         else format_bytes(report.medians["sent"])
         for report in reports
     ]
-    _label_bars(axes, bars, labels, longest=max(sent))
+    _label_bars(axes, bars, labels, sent)
     return figure
 
 
@@ -111,15 +111,17 @@ def _step_time(reports: list[RunReport]) -> Figure:
         bars = axes.barh(names, widths, left=left, height=0.6, color=colour, label=label)
         left += widths
     labels = [f"{report.medians['step_s'] * 1e3:.0f} ms" for report in reports]
-    _label_bars(axes, bars, labels, longest=float(left.max()))
+    _label_bars(axes, bars, labels, left.tolist())
     figure.legend(loc="outside lower center", ncols=len(_SPLIT), frameon=False)
     return figure
 
 
-def _label_bars(axes: Any, bars: Any, labels: list[str], *, longest: float) -> None:
+def _label_bars(axes: Any, bars: Any, labels: list[str], ends: list[float]) -> None:
     """Write a label behind each bar, with room for it, first run on top."""
     axes.bar_label(bars, labels, padding=5)
-    axes.set_xlim(0, longest * 1.18 or 1)
+    letter = 0.0125  # width of a letter, as a part of the axis
+    room = [end / (1 - letter * (len(text) + 2)) for end, text in zip(ends, labels, strict=True)]
+    axes.set_xlim(0, max(room) or 1)
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
 

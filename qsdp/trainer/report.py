@@ -70,7 +70,10 @@ def run(argv: list[str]) -> int:
     if config.json:
         print(json.dumps([summary(report) for report in reports], indent=1))
         return 0
-    Console().print(comparison(reports))
+    console = Console()
+    if not console.is_terminal:
+        console.width = 100  # a file has room that a screen may not have
+    console.print(comparison(reports))
     out = config.out or config.runs[0].resolve().parent
     drawable = [report for report in reports if report.medians]
     if drawable:
@@ -123,22 +126,23 @@ def comparison(reports: list[RunReport]) -> Table:
     """One row a run. Bytes are what rank 0 sends in a step, times are medians over steps."""
     table = Table(
         title="Validation perplexity, and bytes and milliseconds of a step",
-        caption="decoded: the weights that training sees; masters: the full-precision ones behind "
-        "them\nsent: by one rank; fewer: than stock FSDP2; coding: encode and decode",
+        caption="decoded: the weights that training sees; masters: in full precision behind them\n"
+        "sent: by one rank; fewer: than stock FSDP2; coding: encode and decode",
         box=box.SIMPLE_HEAD,
+        padding=0,
         pad_edge=False,
     )
-    table.add_column("run")
+    table.add_column("run", overflow="fold")
     for header in ("steps", "decoded", "masters", "sent", "fewer", "step", "compute", "coding",
                    "network"):  # fmt: skip
         table.add_column(header, justify="right", no_wrap=True)
     for report in reports:
         finished = report.finished
         row = [
-            report.name,
+            report.name if finished else f"{report.name}\n(unfinished)",
             str(report.steps) if finished else f"{report.steps}/{report.planned_steps}",
             _perplexity(report.perplexity_decoded),
-            _perplexity(report.perplexity_master) if finished else "unfinished",
+            _perplexity(report.perplexity_master),
         ]
         if report.medians:
             m = report.medians
