@@ -12,11 +12,10 @@ import json
 import os
 import traceback
 from pathlib import Path
-from typing import get_args
 
 import tyro
 
-from qsdp.trainer.config import LATEST, PRESETS, PresetName, TrainConfig
+from qsdp.trainer.config import LATEST, PRESETS, TrainConfig
 
 
 def run(argv: list[str]) -> int:
@@ -53,11 +52,12 @@ def parse(argv: list[str]) -> TrainConfig:
     """Flags over the preset that they name, or with --resume over the run's own configuration."""
     argv = _with_resume_value(argv)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--preset", choices=get_args(PresetName), default="tiny")
+    first.add_argument("--preset", default="tiny")
     first.add_argument("--run", type=Path)
     first.add_argument("--resume")
     chosen, _ = first.parse_known_args(argv)
-    default = PRESETS[chosen.preset]()
+    # A name that is no preset is left for tyro to refuse.
+    default = PRESETS.get(chosen.preset, PRESETS["tiny"])()
     if chosen.resume and chosen.run and (chosen.run / "config.json").is_file():
         default = dataclasses.replace(read_config(chosen.run), resume=None)
     return tyro.cli(TrainConfig, prog="qsdp train", args=argv, default=default)
