@@ -1,0 +1,584 @@
+"""What ranks run for test_fsdp.py: one function a case, each asserting on its own rank.
+
+Cases share one launch. A case takes the rank and returns nothing; it fails by raising.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+
+import qsdp
+from qsdp import QSDPConfig, Quantizer
+from qsdp.kernels import reference
+
+DIM = 48
+
+
+class Net(nn.Module):
+    """Embedding tied to the head, blocks with norms and biases, odd sizes."""
+
+    def __init__(self, vocab: int = 101, dim: int = DIM, depth: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 3 * dim + 1)
+        self.down = nn.Linear(3 * dim + 1, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def build(seed: int = 0, **kwargs: Any) -> Net:
+    torch.manual_seed(seed)
+    model = Net()
+    for block in model.blocks:
+        fully_shard(block, **kwargs)
+    fully_shard(model, **kwargs)
+    return model
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, 101, (4, 16), generator=generator)
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    logits = model(ids[:, :-1]).float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def train(model: nn.Module, rank: int, steps: int, first: int = 0, optimizer: Any = None) -> list:
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(first, first + steps):
+        loss = loss_of(model, batch(rank, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def shards(model: nn.Module) -> list[torch.Tensor]:
+    return [p.to_local().detach().clone() for p in model.parameters()]
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """The weights that the model computes with, gathered now."""
+    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    for module in modules:
+        module.unshard()
+    yield {name: p.detach().clone() for name, p in model.named_parameters()}
+    for module in modules:
+        module.reshard()
+
+
+def same_on_all_ranks(tensors: dict[str, torch.Tensor]) -> bool:
+    flat = torch.cat([t.flatten().float().view(torch.int32) for t in tensors.values()])
+    rows = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, flat)
+    return all(torch.equal(row, flat) for row in rows)
+
+
+def raises_everywhere(fn: Callable[[], object], *parts: str) -> None:
+    """``fn`` raises a one-line error with ``parts`` on this rank (the case runs on every rank)."""
+    try:
+        fn()
+    except (ValueError, TypeError, RuntimeError) as error:
+        message = str(error)
+        assert "\n" not in message, message
+        for part in parts:
+            assert part in message, message
+    else:
+        raise AssertionError("nothing was raised")
+
+
+# Cases ------------------------------------------------------------------------------------------
+
+
+def case_w32g32_is_bitwise_stock(rank: int) -> None:
+    """Invariant 1, over 20 steps, with and without observing; nothing is installed."""
+    stock, off, observed = build(), build(), build()
+    qsdp.apply_qsdp(off, QSDPConfig.preset("w32g32"))
+    for module in off.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_groups[0]
+            assert type(group._all_gather_comm) is DefaultAllGather
+            assert type(group._reduce_scatter_comm) is DefaultReduceScatter
+    qsdp.observe_comms(qsdp.apply_qsdp(observed, QSDPConfig.preset("w32g32")))
+    losses = [train(m, rank, 20) for m in (stock, off, observed)]
+    assert losses[0] == losses[1] == losses[2]
+    assert equal(shards(stock), shards(off)) and equal(shards(stock), shards(observed))
+    stats = qsdp.comm_stats(observed)
+    assert stats.ratio == 1.0 and stats.sent == stats.stock_sent > 0
+
+
+def case_all_ranks_decode_the_same_weights(rank: int) -> None:
+    """Invariant 2, own shard included, and the error bound of 8 bits against the masters."""
+    for preset in ("w8g8", "w4g4", "w3g3"):
+        model = qsdp.apply_qsdp(build(), QSDPConfig.preset(preset))
+        train(model, rank, 2)
+        with unsharded(model) as weights:
+            assert same_on_all_ranks(weights)
+        qsdp.remove_qsdp(model)
+        with unsharded(model) as masters:
+            for name, master in masters.items():
+                difference = (weights[name] - master).abs().max()
+                if master.ndim == 1:
+                    assert difference == 0, f"{name} travels in full precision"
+                else:
+                    step = (master.max() - master.min()) / (2 ** int(preset[1]) - 1)
+                    assert 0 < difference <= 0.5001 * step, name
+
+
+def case_forward_backward_and_micro_batches_see_the_same_weights(rank: int) -> None:
+    """Invariant 3: every gather between two optimizer steps decodes the same values."""
+    model = qsdp.apply_qsdp(build(), QSDPConfig.preset("w4g8"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # foreach, moves no version counter
+    seen: list[torch.Tensor] = []
+
+    def record(module: nn.Module, *_: object) -> None:
+        seen.append(module.up.weight.detach().clone())
+
+    block = model.blocks[0]
+    block.norm.register_forward_pre_hook(lambda *_: record(block))
+    block.norm.register_full_backward_hook(lambda *_: record(block))
+    for step in range(2):
+        seen.clear()
+        for micro in range(3):
+            loss_of(model, batch(rank, 3 * step + micro)).backward()
+        with torch.no_grad():
+            loss_of(model, batch(rank, 99))
+        assert len(seen) == 7
+        assert all(torch.equal(seen[0], other) for other in seen[1:])
+        before = seen[0]
+        optimizer.step()
+        optimizer.zero_grad()
+    loss_of(model, batch(rank, 0))
+    assert not torch.equal(before, seen[-1]), "an optimizer step is seen at once"
+    block.up.weight.data.mul_(2)  # nor do edits through .data
+    loss_of(model, batch(rank, 0))
+    assert (seen[-1].abs().max() > 1.5 * seen[-2].abs().max()).item()
+
+
+def case_masters_and_state_dicts_are_untouched(rank: int) -> None:
+    """Invariant 4: gathering changes no shard, and the state dict is stock's in keys and values."""
+    stock, model = build(), build()
+    qsdp.apply_qsdp(model, QSDPConfig.preset("w2g2"))
+    before = shards(model)
+    loss_of(model, batch(rank, 0)).backward()
+    assert equal(before, shards(model))
+    ours, theirs = get_model_state_dict(model), get_model_state_dict(stock)
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[k].to_local(), theirs[k].to_local()) for k in ours)
+
+
+def case_nan_and_infinity_reach_every_rank(rank: int) -> None:
+    """Invariant 7: one rank's NaN gradient makes the owners' gradients NaN, as stock would."""
+    for bad in (float("nan"), float("inf")):
+        model = qsdp.apply_qsdp(build(), QSDPConfig.preset("w8g8"))
+        loss = loss_of(model, batch(rank, 0))
+        (loss * (bad if rank == 0 else 1.0)).backward()
+        grads = [p.grad.to_local() for p in model.parameters()]
+        assert all(g.isnan().any() for g in grads if g.numel())
+        assert not torch.nn.utils.get_total_norm(grads).isfinite()
+
+
+def case_random_state_is_untouched_and_runs_replay(rank: int) -> None:
+    """Invariant 8: same seed, same run, bit for bit; another seed, another one."""
+    runs = []
+    for seed in (0, 0, 1):
+        config = QSDPConfig(Quantizer(4), Quantizer(4, rounding="stochastic"), seed=seed)
+        model = qsdp.apply_qsdp(build(), config)
+        state = torch.random.get_rng_state()
+        runs.append(train(model, rank, 5))
+        assert torch.equal(state, torch.random.get_rng_state())
+    assert runs[0] == runs[1] != runs[2]
+
+
+def case_resumed_run_equals_uninterrupted(rank: int) -> None:
+    """Invariant 8: weights and optimizer state are all there is to restore."""
+    config = QSDPConfig.preset("w4g4")
+    whole = qsdp.apply_qsdp(build(), config)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=3e-3)
+    train(whole, rank, 4, optimizer=optimizer)
+    saved = copy.deepcopy((whole.state_dict(), optimizer.state_dict()))
+    with torch.no_grad():
+        loss_of(whole, batch(rank, 50))  # an evaluation in between changes nothing
+    rest = train(whole, rank, 4, first=4, optimizer=optimizer)
+
+    resumed = qsdp.apply_qsdp(build(seed=5), config)
+    other = torch.optim.AdamW(resumed.parameters(), lr=3e-3)
+    train(resumed, rank, 1, optimizer=other)
+    resumed.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    assert train(resumed, rank, 4, first=4, optimizer=other) == rest
+    assert equal(shards(whole), shards(resumed))
+
+
+def case_bytes_counted_are_bytes_sent(rank: int) -> None:
+    """Invariant 9, against what is handed to torch.distributed; and the ratio to stock."""
+    model = qsdp.apply_qsdp(build(), QSDPConfig.preset("w8g4"))
+    sent = {"p2p": 0, "a2a": 0}
+    exchange, all_to_all = dist.batch_isend_irecv, dist.all_to_all_single
+    others = dist.get_world_size() - 1
+
+    def counted_exchange(ops: list[dist.P2POp]) -> object:
+        sent["p2p"] += sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
+        return exchange(ops)
+
+    def counted_all_to_all(output: torch.Tensor, input: torch.Tensor, **kwargs: Any) -> object:
+        sent["a2a"] += input.nbytes * others // (others + 1)
+        return all_to_all(output, input, **kwargs)
+
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", counted_exchange),
+        mock.patch.object(dist, "all_to_all_single", counted_all_to_all),
+    ):
+        train(model, rank, 2)
+    stats = qsdp.comm_stats(model, reset=True)
+    assert stats.all_gather_sent == sent["p2p"] > 0
+    assert stats.reduce_scatter_sent == sent["a2a"] > 0
+    assert stats.sent == stats.received
+    assert qsdp.comm_stats(model) == qsdp.CommStats()
+
+    reference_model = qsdp.observe_comms(build())
+    train(reference_model, rank, 2)
+    stock = qsdp.comm_stats(reference_model)
+    assert (stats.stock_all_gather, stats.stock_reduce_scatter) == (
+        stock.all_gather_sent,
+        stock.reduce_scatter_sent,
+    )
+    assert stats.encode_s > 0 and stats.decode_s > 0 and stats.network_s > 0
+
+
+def case_loss_follows_full_precision(rank: int) -> None:
+    """30 steps at 8 bits end within 2 % of full precision; at 4 bits the loss falls too."""
+    final = {}
+    for preset in ("w32g32", "w8g8", "w4g4"):
+        model = qsdp.apply_qsdp(build(), QSDPConfig.preset(preset))
+        losses = train(model, rank, 30)
+        assert losses[-1] < losses[0]
+        final[preset] = sum(losses[-5:]) / 5
+    assert abs(final["w8g8"] / final["w32g32"] - 1) < 0.02, final
+
+
+def case_gradients_match_stock_within_the_bound(rank: int) -> None:
+    """Stochastic 8-bit gradients: under one step of each rank's block, averaged; raw ones exact."""
+    stock, model = build(), build()
+    qsdp.apply_qsdp(model, QSDPConfig.preset("w32g8"))
+    for m in (stock, model):
+        loss_of(m, batch(rank, 0)).backward()
+    ranks, failed = dist.get_world_size(), []
+    for (name, a), b in zip(stock.named_parameters(), model.parameters(), strict=True):
+        exact, quantized = a.grad.to_local(), b.grad.to_local()
+        error = (exact - quantized).abs().max()
+        # One rank's gradient may be as many times larger than the mean as there are ranks.
+        widest = 2 * ranks * exact.abs().max()
+        dist.all_reduce(widest, op=dist.ReduceOp.MAX)
+        if a.ndim > 1:
+            good = 0 < error <= widest / 255
+        else:
+            # Raw: the same sum in rank order, where gloo's ring starts elsewhere. Two ranks' sums
+            # commute; more differ by their roundings.
+            good = error <= (0 if ranks == 2 else ranks * widest * 2.0**-24)
+        failed += [] if good else [(name, error, widest)]
+    assert not failed, failed
+
+
+def case_divide_factor_and_sum(rank: int) -> None:
+    """PREMUL_SUM, which gloo refuses, and SUM: raw gradients scale as torch defines them."""
+    plain = qsdp.apply_qsdp(build(), QSDPConfig.preset("w32g8"))
+    scaled = qsdp.apply_qsdp(build(), QSDPConfig.preset("w32g8"))
+    summed = qsdp.apply_qsdp(build(), QSDPConfig.preset("w32g8"))
+    for module in scaled.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # as torchtitan does
+    for module in summed.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    for model in (plain, scaled, summed):
+        loss_of(model, batch(rank, 0)).backward()
+    ranks = dist.get_world_size()
+    for a, b, c in zip(plain.parameters(), scaled.parameters(), summed.parameters(), strict=True):
+        mean = a.grad.to_local()
+        torch.testing.assert_close(b.grad.to_local() / ranks, mean, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(c.grad.to_local(), mean, rtol=1e-5, atol=1e-7)
+
+
+def case_mixed_precision(rank: int) -> None:
+    """bfloat16 and float16 buffers: half the stock bytes, finite losses, equal weights."""
+    for param_dtype, reduce_dtype in (
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+    ):
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        model = qsdp.apply_qsdp(build(mp_policy=policy), QSDPConfig.preset("w8g8"))
+        losses = train(model, rank, 3)
+        assert all(math.isfinite(loss) for loss in losses)
+        with unsharded(model) as weights:
+            assert weights["blocks.0.up.weight"].dtype == param_dtype
+            assert same_on_all_ranks(weights)
+        stats = qsdp.comm_stats(model)
+        assert 1.8 < stats.stock_all_gather / stats.all_gather_sent < 2
+        wide = reduce_dtype == torch.float32
+        ratio = stats.stock_reduce_scatter / stats.reduce_scatter_sent
+        assert (3.5 < ratio < 4) if wide else (1.8 < ratio < 2)
+
+
+def case_frozen_unused_and_accumulated(rank: int) -> None:
+    """Frozen parameters send no gradients; unused ones are found from sizes; no_sync works."""
+    model = build()
+    model.blocks[0].up.weight.requires_grad_(False)
+    model.blocks[0].up.bias.requires_grad_(False)
+    qsdp.apply_qsdp(model, QSDPConfig.preset("w8g8"))
+    assert all(math.isfinite(loss) for loss in train(model, rank, 2))
+
+    class Half(nn.Module):
+        """Uses one of two linears: the other gets no gradient."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(40, 40), nn.Linear(40, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x)
+
+    torch.manual_seed(0)
+    half = fully_shard(Half())
+    qsdp.apply_qsdp(half, QSDPConfig.preset("w8g8"))
+    half(torch.ones(2, 40)).sum().backward()
+    assert half.b.weight.grad is None
+    expected = torch.ones_like(half.a.weight.grad.to_local()) * 2
+    torch.testing.assert_close(half.a.weight.grad.to_local(), expected)
+    stats = qsdp.comm_stats(half)
+    assert stats.reduce_scatter_sent < stats.stock_reduce_scatter
+
+    accumulated, at_once = build(), build()
+    for m in (accumulated, at_once):
+        qsdp.apply_qsdp(m, QSDPConfig.preset("w8g32"))
+    for m in (accumulated, at_once):
+        for micro in range(2):
+            if m is accumulated:
+                m.set_requires_gradient_sync(micro == 1)
+            loss_of(m, batch(rank, micro)).backward()
+    for a, b in zip(accumulated.parameters(), at_once.parameters(), strict=True):
+        torch.testing.assert_close(a.grad.to_local(), b.grad.to_local(), rtol=1e-4, atol=1e-6)
+
+
+def case_ambiguous_gradients_travel_raw_with_a_warning(rank: int) -> None:
+    """Two unused candidates of one size but different rules: raw for all, said once."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.ones(64, 64))
+            self.b = nn.Parameter(torch.ones(4096))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.a).sum()
+
+    two = fully_shard(Two())
+    qsdp.apply_qsdp(two, QSDPConfig.preset("w8g8"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        two(torch.full((64, 64), 0.1)).backward()
+    assert any("travel in full precision" in str(w.message) for w in caught)
+    assert torch.equal(two.a.grad.to_local(), torch.full_like(two.a.grad.to_local(), 0.1))
+
+
+def case_patterns_keep_full_precision(rank: int) -> None:
+    """A glob over names, tied names included, and the size rule."""
+    assert changed_by(QSDPConfig(keep_full_precision=("head.*", "blocks.0.*"))) == {
+        "blocks.1.up.weight",
+        "blocks.1.down.weight",
+    }
+    largest = QSDPConfig(min_numel=101 * DIM + 1)
+    assert changed_by(largest) == {
+        f"blocks.{i}.{name}.weight" for i in (0, 1) for name in ("up", "down")
+    }
+
+
+def changed_by(config: QSDPConfig) -> set[str]:
+    """Names of the parameters that do not arrive as they were sent."""
+    model = qsdp.apply_qsdp(build(), config)
+    with unsharded(model) as decoded:
+        pass
+    qsdp.remove_qsdp(model)
+    with unsharded(model) as masters:
+        return {name for name in masters if not torch.equal(masters[name], decoded[name])}
+
+
+def case_reshard_and_async(rank: int) -> None:
+    """reshard_after_forward False keeps the gathered weights; unshard(async_op=True) decodes."""
+    model = qsdp.apply_qsdp(build(reshard_after_forward=False), QSDPConfig.preset("w8g8"))
+    assert all(math.isfinite(loss) for loss in train(model, rank, 2))
+    with unsharded(model) as waited:
+        pass
+    handles = [m.unshard(async_op=True) for m in model.modules() if isinstance(m, FSDPModule)]
+    for handle in handles:
+        handle.wait()
+    late = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert all(torch.equal(waited[name], late[name]) for name in late)
+
+
+def case_flat_collectives(rank: int) -> None:
+    """The public collectives against a local reference, in place and not, for odd sizes."""
+    ranks = dist.get_world_size()
+    for numel in (0, 1, 7, 1024, 1500):
+        for dtype in (torch.float32, torch.bfloat16):
+            inputs = [
+                torch.randn(numel, generator=torch.Generator().manual_seed(r)).to(dtype)
+                for r in range(ranks)
+            ]
+            quantizer = Quantizer(5, 64, "shift")
+            output = torch.empty(ranks * numel, dtype=dtype)
+            own = output[rank * numel : (rank + 1) * numel]
+            own.copy_(inputs[rank])
+            qsdp.all_gather_quantized(output, own, quantizer=quantizer, key=3)
+            layout = quantizer.layout(numel, dtype)
+            wire = torch.empty(ranks, layout.row_bytes, dtype=torch.uint8)
+            expected = torch.empty(ranks, numel, dtype=dtype)
+            reference.encode(torch.stack(inputs), layout, wire, key=3)
+            reference.decode(wire, layout, expected)
+            assert torch.equal(output.view(ranks, -1), expected)
+
+            whole = torch.cat(inputs)
+            part = torch.empty(numel, dtype=dtype)
+            op = dist.ReduceOp.AVG
+            work = qsdp.reduce_scatter_quantized(
+                part, whole, quantizer=Quantizer(8, 64, "nearest"), op=op, async_op=True
+            )
+            assert isinstance(work, dist.Work) and work.wait() and work.is_completed()
+            mean = whole.view(ranks, -1)[rank].float()
+            if numel:
+                step = (mean.max() - mean.min()) / 255
+                slack = mean.abs().max() * torch.finfo(dtype).eps
+                assert (part.float() - mean).abs().max() <= 0.5001 * step + slack
+    raises_everywhere(
+        lambda: qsdp.all_gather_quantized(torch.empty(5), torch.empty(2), quantizer=Quantizer()),
+        f"needs output of {2 * ranks} elements",
+        "got 5",
+    )
+    raises_everywhere(
+        lambda: qsdp.reduce_scatter_quantized(
+            torch.empty(2),
+            torch.empty(2 * ranks),
+            quantizer=Quantizer(),
+            op=dist.ReduceOp.MAX,
+        ),
+        "takes op SUM, AVG or PREMUL_SUM",
+    )
+
+
+def case_disagreement_is_named_on_every_rank(rank: int) -> None:
+    """Invariant 10: configurations, models, and a mistake on one rank only; nothing hangs."""
+    bits = 8 if rank == 0 else 4
+    raises_everywhere(
+        lambda: qsdp.apply_qsdp(build(), QSDPConfig(gradients=Quantizer(bits))),
+        "QSDPConfig.gradients.bits",
+        "got 8 on rank 0 and 4 on rank",
+    )
+    raises_everywhere(
+        lambda: qsdp.apply_qsdp(build(), QSDPConfig(seed=rank)), "QSDPConfig.seed", "got 0"
+    )
+    raises_everywhere(
+        lambda: qsdp.apply_qsdp(
+            build(), QSDPConfig(keep_full_precision=("*.nothing",) if rank == 0 else ())
+        ),
+        "'*.nothing' matches no parameter",
+    )
+    torch.manual_seed(0)
+    odd = fully_shard(nn.Linear(64, 64 if rank == 0 else 66))
+    raises_everywhere(
+        lambda: qsdp.apply_qsdp(odd, QSDPConfig.preset("w8g8")), "parameters.bias", "(64,)"
+    )
+    # The group still works afterwards.
+    assert train(qsdp.apply_qsdp(build(), QSDPConfig.preset("w8g8")), rank, 1)
+
+
+def case_models_that_do_not_fit_are_named(rank: int) -> None:
+    w8g8 = QSDPConfig.preset("w8g8")
+    raises_everywhere(lambda: qsdp.apply_qsdp(Net(), w8g8), "call torch.distributed.fsdp.fully_")
+    raises_everywhere(lambda: qsdp.apply_qsdp(build(), "w8g8"), "QSDPConfig.preset", "'w8g8'")
+    raises_everywhere(lambda: qsdp.comm_stats(build()), "call apply_qsdp")
+
+    class Mine(DefaultAllGather):
+        pass
+
+    other = build()
+    other.set_custom_all_gather(Mine())
+    raises_everywhere(lambda: qsdp.apply_qsdp(other, w8g8), "custom collective Mine")
+
+    several = build()
+    state = several.blocks[0]._get_fsdp_state()
+    state._fsdp_param_groups = [*state._fsdp_param_groups * 2]
+    raises_everywhere(lambda: qsdp.apply_qsdp(several, w8g8), "blocks.0 has 2 FSDP parameter")
+
+
+def case_apply_again_replaces_and_remove_restores(rank: int) -> None:
+    stock, model = build(), build()
+    qsdp.apply_qsdp(model, QSDPConfig.preset("w2g2"))
+    qsdp.apply_qsdp(model, QSDPConfig.preset("w8g32"))
+    loss_of(model, batch(rank, 0))
+    stats = qsdp.comm_stats(model)  # the root is unsharded now: names do not depend on that
+    assert stats.all_gather_sent > 0 and stats.reduce_scatter_sent == 0
+    qsdp.remove_qsdp(model)
+    raises_everywhere(lambda: qsdp.comm_stats(model), "call apply_qsdp")
+    for m in (stock, model):
+        m.reshard()
+    assert train(stock, rank, 3) == train(model, rank, 3)
+
+
+CASES = {name: fn for name, fn in list(globals().items()) if name.startswith("case_")}
+
+
+def run_cases(rank: int, names: tuple[str, ...]) -> dict[str, str | None]:
+    """Run the named cases; the traceback of each that failed on this rank."""
+    results: dict[str, str | None] = {}
+    for name in names:
+        try:
+            CASES[name](rank)
+            results[name] = None
+        except Exception:
+            results[name] = traceback.format_exc()
+        dist.barrier()
+    return results

@@ -1,0 +1,42 @@
+"""FSDP2 with quantized communication against stock FSDP2, on two and on three gloo ranks."""
+
+from __future__ import annotations
+
+import pytest
+from fsdp_cases import CASES, run_cases
+from ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+# Uneven shards and a division by three; the rest of the cases say nothing new there.
+ON_THREE_RANKS = (
+    "case_w32g32_is_bitwise_stock",
+    "case_all_ranks_decode_the_same_weights",
+    "case_gradients_match_stock_within_the_bound",
+    "case_divide_factor_and_sum",
+    "case_bytes_counted_are_bytes_sent",
+    "case_flat_collectives",
+    "case_disagreement_is_named_on_every_rank",
+)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, str | None]]:
+    return run_ranks(run_cases, 2, tuple(CASES))
+
+
+@pytest.fixture(scope="module")
+def three_ranks() -> list[dict[str, str | None]]:
+    return run_ranks(run_cases, 3, ON_THREE_RANKS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_on_two_ranks(two_ranks: list[dict[str, str | None]], name: str) -> None:
+    for rank, results in enumerate(two_ranks):
+        assert results[name] is None, f"rank {rank}:\n{results[name]}"
+
+
+@pytest.mark.parametrize("name", ON_THREE_RANKS)
+def test_on_three_ranks(three_ranks: list[dict[str, str | None]], name: str) -> None:
+    for rank, results in enumerate(three_ranks):
+        assert results[name] is None, f"rank {rank}:\n{results[name]}"
