@@ -8,18 +8,24 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from qsdp.cli import main
 from qsdp.trainer import checkpoint
+from qsdp.trainer.batches import validation_starts, windows
 from qsdp.trainer.command import parse
 from qsdp.trainer.config import PRESETS, TrainConfig, learning_rate
+from qsdp.trainer.evaluate import token_losses
+from qsdp.trainer.model import build_model
+from qsdp.trainer.text import Text, read_text
+from qsdp.trainer.tokenizer import encode, load_tokenizer, train_tokenizer
 
 # ---- configuration
 
@@ -127,6 +133,39 @@ def test_unknown_command_and_help(capsys):
     assert "no command 'trian'; there are train" in capsys.readouterr().err
     assert main(["--help"]) == 0
     assert "report" in capsys.readouterr().out
+
+
+# ---- the model
+
+
+@pytest.fixture
+def small_tokenizer(tmp_path):
+    return load_tokenizer(train_tokenizer(Text(["the old king"], []), 300, tmp_path))
+
+
+def test_model_folder_is_read_without_running_code(tmp_path, small_tokenizer):
+    """Safetensors are read; weights that only unpickling could read are refused."""
+    shape = {"layers": 1, "width": 8, "heads": 1, "vocab_size": 300, "sequence_length": 16}
+    model = build_model(TrainConfig(**shape), small_tokenizer)
+    model.save_pretrained(tmp_path / "model")
+    config = TrainConfig(**shape, model=tmp_path / "model", seed=1)
+    again = build_model(config, small_tokenizer)
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value)
+    with pytest.raises(ValueError, match="--sequence-length must be at most 16"):
+        build_model(replace(config, sequence_length=17), small_tokenizer)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="--model .* cannot be read"):
+        build_model(config, small_tokenizer)
+
+
+def test_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, small_tokenizer):
+    GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1)).save_pretrained(
+        tmp_path / "model"
+    )
+    with pytest.raises(ValueError, match="the tokenizer has .* tokens, the model 8"):
+        build_model(TrainConfig(model=tmp_path / "model"), small_tokenizer)
 
 
 # ---- checkpoints, in one process
@@ -372,8 +411,21 @@ def check_export(run, result):
     # At 4 bits a block of weights has 16 values, which the masters do not.
     assert 0 < (weight - master).abs().max() < (master.max() - master.min()) / 15
     assert len(weight.flatten()[:1024].unique()) <= 16
+    assert exported_loss(model, tokenizer, run) == pytest.approx(
+        result["valid_loss_decoded"], rel=1e-6
+    )
     ids = tokenizer("the old king", return_tensors="pt")
     assert tokenizer.decode(model.generate(**ids, max_new_tokens=4, do_sample=False)[0])
+
+
+def exported_loss(model, tokenizer, run):
+    """Validation loss of the exported model, by transformers alone."""
+    config = TrainConfig.from_json(json.loads((run / "config.json").read_text()))
+    ids = encode(read_text(config).valid[0], tokenizer)
+    starts = validation_starts(len(ids), config.sequence_length, config.final_eval_windows)
+    batch = windows(ids, starts, config.sequence_length)
+    with torch.no_grad():
+        return token_losses(model.eval(), batch).double().mean().item()
 
 
 def wait_for_step(run, step, process, timeout=50):

@@ -24,9 +24,10 @@ def run(argv: list[str]) -> int:
 
     config = parse(argv)
     if not started_by_launcher():
+        from qsdp.trainer.check import check
         from qsdp.trainer.launch import launch
 
-        check(config)
+        check(config, config.nproc)
         return launch(argv, config.nproc, config.run_folder)
     from qsdp.trainer.loop import train
 
@@ -70,32 +71,6 @@ def read_config(run_folder: Path) -> TrainConfig:
         return TrainConfig.from_json(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-
-
-def check(config: TrainConfig) -> None:
-    """Raise in the user's words what the ranks could only fail on."""
-    import qsdp
-    from qsdp.trainer.text import check_files
-
-    qsdp.QSDPConfig.preset(config.comm)
-    config.micro_batches(config.nproc)
-    check_files(config)
-    if config.model is not None and not (config.model / "config.json").is_file():
-        raise FileNotFoundError(f"--model: {config.model} is no folder with a config.json")
-    if config.tokenizer is not None and not config.tokenizer.exists():
-        raise FileNotFoundError(f"--tokenizer: there is no file or folder {config.tokenizer}")
-    if config.dataset and not (config.tokenizer or config.model):
-        raise ValueError("--dataset needs --tokenizer PATH (or a --model that has one)")
-    folder = config.run_folder
-    if config.resume:
-        from qsdp.trainer.checkpoint import find_checkpoint, read_description
-
-        read_description(find_checkpoint(config.resume, folder / "checkpoints"))
-    elif not config.overwrite and (folder / "config.json").exists():
-        raise ValueError(
-            f"{folder} already holds a run; --resume continues it, --overwrite deletes it, --run "
-            "names another folder"
-        )
 
 
 def _with_resume_value(argv: list[str]) -> list[str]:

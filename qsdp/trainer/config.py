@@ -80,9 +80,9 @@ class TrainConfig:
     """A tokenizer.json or a Hugging Face folder; default: the model folder's, or a byte-level BPE
     trained on the text."""
 
-    steps: int = 240
+    steps: int = 320
     """Optimizer steps."""
-    batch_size: int = 16
+    batch_size: int = 8
     """Sequences in an optimizer step, over all ranks."""
     micro_batch_size: int | None = None
     """Sequences in one forward of one rank; default: no gradient accumulation."""
@@ -90,7 +90,7 @@ class TrainConfig:
     """Reduce gradients after each micro-batch, which saves memory, rather than after the last."""
     lr: float = 2e-3
     """Peak learning rate, reached after the warm-up and followed by a cosine."""
-    warmup_steps: int = 30
+    warmup_steps: int = 32
     """Steps of linear warm-up."""
     final_lr_fraction: float = 0.1
     """Learning rate of the last step, as a part of the peak."""
@@ -113,11 +113,11 @@ class TrainConfig:
 
     log_every: int = 10
     """Steps between two lines of the log."""
-    eval_every: int = 60
+    eval_every: int = 80
     """Steps between two validations; 0 validates at the end only."""
-    eval_windows: int = 128
+    eval_windows: int = 256
     """Windows of sequence_length tokens in a validation during training, spread over the text."""
-    final_eval_windows: int = 512
+    final_eval_windows: int = 256
     """The same for the validation at the end."""
     checkpoint_every: int = 100
     """Steps between two checkpoints; 0 saves when interrupted only."""

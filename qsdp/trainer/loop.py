@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import signal
 import time
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 import qsdp
+from qsdp.trainer.check import check
 from qsdp.trainer.checkpoint import Description, find_checkpoint, load_checkpoint, save_checkpoint
 from qsdp.trainer.config import TrainConfig, learning_rate
 from qsdp.trainer.data import Data, prepare_data, vocabulary_digest
@@ -73,6 +75,7 @@ def train(config: TrainConfig) -> None:
     disable_progress_bar()  # of transformers, which would cut into our own
     stop = _StopRequest(config.run_folder / STOP_FILE)
     with process_group(config.device, config.timeout) as ranks:
+        on_rank_zero(lambda: check(config, ranks.num_ranks))
         resume = _prepare_folder(config)
         data = prepare_data(config, ranks)
         model = together(lambda: build_model(config, data.tokenizer))
@@ -147,7 +150,9 @@ def _resume(
 
     def continue_data() -> None:
         if saved.step >= config.steps:
-            raise ValueError(f"{path} is at step {saved.step}: raise --steps {config.steps}")
+            raise ValueError(
+                f"{path} is at step {saved.step} already; raise --steps above {config.steps}"
+            )
         states = saved.data_states
         if len(states) == ranks.num_ranks:
             data.batches.load_state(states[ranks.rank])
@@ -351,4 +356,6 @@ class _StopRequest:
         return self._signalled or self._stop_file.exists()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested():
+            os._exit(128 + number)  # asked twice: whoever asks does not want to wait
         self._signalled = True

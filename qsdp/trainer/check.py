@@ -1,0 +1,29 @@
+"""What can be checked before training: by the process that starts the ranks, and by rank 0."""
+
+from __future__ import annotations
+
+import qsdp
+from qsdp.trainer.checkpoint import find_checkpoint, read_description
+from qsdp.trainer.config import TrainConfig
+from qsdp.trainer.text import check_files
+
+
+def check(config: TrainConfig, num_ranks: int) -> None:
+    """Raises ValueError or FileNotFoundError, in one line that names the flag to change."""
+    qsdp.QSDPConfig.preset(config.comm)
+    config.micro_batches(num_ranks)
+    check_files(config)
+    if config.model is not None and not (config.model / "config.json").is_file():
+        raise FileNotFoundError(f"--model: {config.model} is no folder with a config.json")
+    if config.tokenizer is not None and not config.tokenizer.exists():
+        raise FileNotFoundError(f"--tokenizer: there is no file or folder {config.tokenizer}")
+    if config.dataset and not (config.tokenizer or config.model):
+        raise ValueError("--dataset needs --tokenizer PATH (or a --model that has one)")
+    folder = config.run_folder
+    if config.resume:
+        read_description(find_checkpoint(config.resume, folder / "checkpoints"))
+    elif not config.overwrite and (folder / "config.json").exists():
+        raise ValueError(
+            f"{folder} already holds a run; --resume continues it, --overwrite deletes it, --run "
+            "names another folder"
+        )
