@@ -2,18 +2,23 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+SOURCES := pyproject.toml setup.py constraints.txt qsdp/kernels/cpu.cpp
 
-.PHONY: setup demo test lint types fuzz bench clean
+.PHONY: setup setup-dev demo test lint types fuzz bench clean
 .DELETE_ON_ERROR:
 
-setup: $(STAMP)
+setup: $(VENV)/.installed
+setup-dev: $(VENV)/.installed-dev
 
 # constraints.txt pins every package, torch==2.13.0 among them: a range would take a CUDA build.
-$(STAMP): pyproject.toml setup.py constraints.txt qsdp/kernels/cpu.cpp
+$(VENV)/.installed: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train]'
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,dev]'
-	touch $(STAMP)
+	touch $@
 
 demo: setup
 	bash recipes/demo.sh
@@ -21,15 +26,15 @@ demo: setup
 test: lint types
 	$(BIN)/python -m pytest
 
-lint: setup
+lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: setup
+types: setup-dev
 	$(BIN)/mypy
 
 # Longer random comparison of the native kernels with the reference, under AddressSanitizer.
-fuzz: setup
+fuzz: setup-dev
 	$(BIN)/python tests/fuzz_kernels.py
 
 bench: setup
