@@ -83,8 +83,13 @@ def apply_qsdp(model: nn.Module, config: QSDPConfig) -> nn.Module:
 
 
 def remove_qsdp(model: nn.Module) -> nn.Module:
-    """Put FSDP2's own collectives back wherever qsdp replaced them; nothing else changes."""
+    """Put FSDP2's own collectives back wherever qsdp replaced them; nothing else changes.
+
+    Modules that are still unsharded (the root, after a forward without backward) are resharded, so
+    that the next forward gathers anew. Returns ``model``.
+    """
     for unit in find_units(model):
+        unit.module.reshard()
         if isinstance(comm := unit.fsdp_group._all_gather_comm, _AllGatherComm):
             unit.module.set_custom_all_gather(comm.stock)
         if isinstance(scatter := unit.fsdp_group._reduce_scatter_comm, _ReduceScatterComm):

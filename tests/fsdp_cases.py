@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
+from torch.distributed.tensor import DTensor
 
 import qsdp
 from qsdp import QSDPConfig, Quantizer
@@ -561,10 +562,13 @@ def case_apply_again_replaces_and_remove_restores(rank: int) -> None:
     loss_of(model, batch(rank, 0))
     stats = qsdp.comm_stats(model)  # the root is unsharded now: names do not depend on that
     assert stats.all_gather_sent > 0 and stats.reduce_scatter_sent == 0
+    decoded = model.embed.weight.clone()
     qsdp.remove_qsdp(model)
     raises_everywhere(lambda: qsdp.comm_stats(model), "call apply_qsdp")
-    for m in (stock, model):
-        m.reshard()
+    assert isinstance(model.embed.weight, DTensor), "resharded: the next forward gathers anew"
+    model.unshard()
+    assert not torch.equal(decoded, model.embed.weight)
+    model.reshard()
     assert train(stock, rank, 3) == train(model, rank, 3)
 
 
