@@ -1,0 +1,971 @@
+// The native CPU backend: encode, decode and decode_sum of qsdp/kernels/reference.py, same bytes.
+//
+// A plain C interface on raw pointers: no torch headers, no allocation, no exceptions. The file
+// includes itself once per instruction set (see the end); the fastest one that the machine runs is
+// chosen at the first call. Between "once per instruction set" and the end of that part everything
+// is written once, for vectors of LANES 32-bit lanes, on a dozen primitives.
+//
+// Arithmetic is float32 with one rounding an operation, as the reference says: build it with
+// -ffp-contract=off and never with -ffast-math (qsdp/kernels/build.py does).
+
+#ifndef QSDP_LANES  // ------------------------------------------------------- shared declarations
+
+#include <cstdint>
+#include <cstring>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+// Bumped whenever a struct or a signature below changes: cpu.py refuses a stale library.
+constexpr int ABI = 1;
+
+enum Dtype : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
+enum Rounding : int32_t { NEAREST, STOCHASTIC, SHIFT };
+
+// The types from here to DecodeJob mirror the ctypes structures in cpu.py.
+struct Span {
+  int64_t numel, value_offset, meta_offset, data_offset;
+  int64_t block_size;
+  int32_t bits;  // 0: full precision
+  int32_t rounding;
+  const float* levels;         // 2^bits numbers, or null for the uniform grid
+  const uint8_t* level_codes;  // the code of each of the 65537 positions on the grid
+};
+
+struct Layout {
+  const Span* spans;
+  int64_t num_spans, numel, row_bytes, payload_bytes;
+  int32_t dtype;  // of full-precision segments
+};
+
+struct EncodeJob {
+  const Layout* layout;
+  const char* values;
+  uint8_t* wire;
+  int64_t num_rows, first_row;
+  uint64_t key;
+  int32_t dtype;
+};
+
+// `num_outputs` sums of `rows_per_output` rows each: decode has one row an output.
+struct DecodeJob {
+  const Layout* layout;
+  const uint8_t* wire;
+  char* out;
+  int64_t num_outputs, rows_per_output;
+  float multiply, divide;
+  int32_t dtype;
+  bool streaming;
+};
+
+constexpr int CHUNK = 128;   // values quantized or unpacked together: one stretch of random bits
+constexpr int TILE = 1024;   // values decoded together: their float32 sum stays in L1
+constexpr int MAX_PLANES = 3;
+
+constexpr float HUGE_VALUE = 0x1p126f;
+constexpr float TINY_RANGE = 0x1p-64f;
+constexpr float FRACTION = 65536.0f;
+constexpr float MAX_FLOAT = 0x1.fffffep127f;
+constexpr uint32_t NAN_BITS = 0x7fc00000;
+
+constexpr uint32_t MULTIPLIERS[2] = {0xD2511F53, 0xCD9E8D57};
+constexpr uint32_t WEYL[2] = {0x9E3779B9, 0xBB67AE85};
+
+struct PhiloxKey {
+  uint32_t k0, k1;
+};
+
+struct Counter {
+  uint32_t block, segment, row;
+};
+
+template <class To, class From>
+INLINE To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "bit_cast needs equal sizes");
+  To to;
+  __builtin_memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+INLINE int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t maximum(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE int64_t item_size(int32_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
+
+// The bit planes of a block's packed codes, lowest bits first: see qsdp/wire.py.
+struct Planes {
+  int count = 0;
+  int width[MAX_PLANES], shift[MAX_PLANES];
+  int64_t start[MAX_PLANES];  // byte of the block's codes at which the plane starts
+  int64_t bytes = 0;          // of all planes
+
+  Planes(int bits, int64_t numel) {
+    int at = 0;
+    for (int w = 8; w; w >>= 1) {
+      if (!(bits & w)) continue;
+      width[count] = w, shift[count] = at, start[count] = bytes;
+      bytes += divide_up(numel * w, 8);
+      at += w;
+      count++;
+    }
+  }
+};
+
+// Word 0 of Philox4x32-10 for the block's first counter; its low half is the block's random shift.
+uint32_t philox_word0(const Counter& at, const PhiloxKey& key) {
+  uint32_t c0 = 0, c1 = at.block, c2 = at.segment, c3 = at.row, k0 = key.k0, k1 = key.k1;
+  for (int round = 0; round < 10; round++) {
+    const uint64_t p0 = uint64_t(MULTIPLIERS[0]) * c0, p1 = uint64_t(MULTIPLIERS[1]) * c2;
+    c0 = uint32_t(p1 >> 32) ^ c1 ^ k0;
+    c2 = uint32_t(p0 >> 32) ^ c3 ^ k1;
+    c1 = uint32_t(p1), c3 = uint32_t(p0);
+    k0 += WEYL[0], k1 += WEYL[1];
+  }
+  return c0;
+}
+
+// What a block's values say about it. `content` is the sum of their float32 bit patterns.
+struct Extremes {
+  float lo, hi;
+  uint32_t content;
+  bool finite;
+};
+
+// How a block is quantized (p, lo_p, inverse) and what the wire says about it (scale, offset).
+struct Plan {
+  float p, lo_p, inverse, top;
+  float scale, offset;
+};
+
+// Steps 2 and 5 of [Note: quantizing a block] in reference.py. `shift` is r, or negative for none.
+Plan plan_block(const Extremes& x, int top, int32_t shift) {
+  const float lo = x.lo + 0.0f, hi = x.hi + 0.0f, spread = hi - lo;
+  const bool constant = spread == 0.0f;
+  const bool huge = !constant && (__builtin_fabsf(lo) > HUGE_VALUE || hi > HUGE_VALUE ||
+                                  __builtin_fabsf(hi) > HUGE_VALUE);
+  const bool tiny = !constant && spread < TINY_RANGE;
+  Plan plan;
+  plan.p = huge ? 0.25f : tiny ? 1 / TINY_RANGE : 1.0f;
+  plan.lo_p = lo * plan.p;
+  plan.top = FRACTION * float(top);
+  const float dp = hi * plan.p - plan.lo_p;
+  plan.inverse = constant ? 0.0f : plan.top / dp;
+  const float unit = dp / float(top);
+  plan.scale = tiny ? unit * TINY_RANGE : unit;
+  plan.offset = huge ? lo * 0.25f : lo;
+  if (shift >= 0) plan.offset = plan.offset + plan.scale * (float(65535 - 2 * shift) * 0x1p-17f);
+  if (huge) plan.scale = -plan.scale;
+  return plan;
+}
+
+// Calls body(row, span index, first block, last block) for all blocks whose first value has its
+// flat index (row * numel + value) in [begin, end): every block falls into one thread's range.
+// A full-precision segment counts as blocks of one value.
+template <class Body>
+INLINE void for_blocks(const Layout& layout, int64_t begin, int64_t end, const Body& body) {
+  for (int64_t row = begin / layout.numel; row * layout.numel < end; row++) {
+    const int64_t from = maximum(begin - row * layout.numel, 0);
+    const int64_t to = minimum(end - row * layout.numel, layout.numel);
+    for (int64_t i = 0; i < layout.num_spans; i++) {
+      const Span& span = layout.spans[i];
+      if (span.value_offset + span.numel <= from) continue;
+      if (span.value_offset >= to) break;
+      const int64_t size = span.bits ? span.block_size : 1;
+      const int64_t first = divide_up(maximum(from - span.value_offset, 0), size);
+      const int64_t last = divide_up(minimum(to - span.value_offset, span.numel), size);
+      if (first < last) body(row, i, first, last);
+    }
+  }
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------ the instruction sets, by width
+
+#define QSDP_LANES 4
+#define QSDP_NAMESPACE baseline
+#include "cpu.cpp"
+#undef QSDP_LANES
+#undef QSDP_NAMESPACE
+
+#if defined(__x86_64__)
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#endif
+#define QSDP_LANES 8
+#define QSDP_NAMESPACE avx2
+#include "cpu.cpp"
+#undef QSDP_LANES
+#undef QSDP_NAMESPACE
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push( \
+    __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#endif
+#define QSDP_LANES 16
+#define QSDP_NAMESPACE avx512
+#include "cpu.cpp"
+#undef QSDP_LANES
+#undef QSDP_NAMESPACE
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#endif  // __x86_64__
+
+#define QSDP_LANES 0  // the guard of the shared part stays closed
+
+// --------------------------------------------------------------------------------- the interface
+
+namespace {
+
+struct Isa {
+  const char* name;
+  bool (*supported)();
+  void (*encode)(const EncodeJob&, int64_t begin, int64_t end);
+  void (*decode)(const DecodeJob&, int64_t begin, int64_t end);
+};
+
+bool always() { return true; }
+
+#if defined(__x86_64__)
+bool has_avx2() {
+  unsigned a, b, c = 0, d;
+  return __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
+// Best first.
+const Isa ISAS[] = {
+#if defined(__x86_64__)
+    {"avx512", has_avx512, avx512::encode, avx512::decode},
+    {"avx2", has_avx2, avx2::encode, avx2::decode},
+#endif
+    {"baseline", always, baseline::encode, baseline::decode},
+};
+
+const Isa* forced = nullptr;
+
+const Isa& isa() {
+  if (forced) return *forced;
+  static const Isa* const best = [] {
+    const Isa* found = ISAS;
+    while (!found->supported()) found++;
+    return found;
+  }();
+  return *best;
+}
+
+// Below this many values a thread costs more than it saves.
+constexpr int64_t VALUES_PER_THREAD = 16384;
+
+// From here on the output is larger than what the caches keep for its reader anyway, and stores
+// that bypass them save the read of every line before it is overwritten.
+constexpr int64_t STREAMING_BYTES = 4 << 20;
+
+template <class Job>
+void run(void (*kernel)(const Job&, int64_t, int64_t), const Job& job, int64_t total, int threads) {
+  const int64_t useful = minimum(threads, divide_up(total, VALUES_PER_THREAD));
+#ifdef _OPENMP
+  if (useful > 1) {
+#pragma omp parallel num_threads(int(useful))
+    {
+      const int64_t me = omp_get_thread_num(), count = omp_get_num_threads();
+      kernel(job, total * me / count, total * (me + 1) / count);
+    }
+    return;
+  }
+#endif
+  (void)useful;
+  kernel(job, 0, total);
+}
+
+}  // namespace
+
+extern "C" {
+
+int qsdp_abi() { return ABI; }
+
+const char* qsdp_isa() { return isa().name; }
+
+// Use the named instruction set from now on, or the best one for null. 0 if this machine runs it.
+int qsdp_set_isa(const char* name) {
+  if (!name) {
+    forced = nullptr;
+    return 0;
+  }
+  for (const Isa& candidate : ISAS) {
+    if (!strcmp(candidate.name, name) && candidate.supported()) {
+      forced = &candidate;
+      return 0;
+    }
+  }
+  return 1;
+}
+
+void qsdp_encode(const Layout* layout, const char* values, uint8_t* wire, int64_t num_rows,
+                 int64_t first_row, uint64_t key, int32_t dtype, int32_t threads) {
+  for (int64_t row = 0; row < num_rows; row++)
+    memset(wire + row * layout->row_bytes + layout->payload_bytes, 0,
+           size_t(layout->row_bytes - layout->payload_bytes));
+  const EncodeJob job{layout, values, wire, num_rows, first_row, key, dtype};
+  run(isa().encode, job, num_rows * layout->numel, threads);
+}
+
+// decode: num_outputs rows of one row each. decode_sum: one output of rows_per_output rows.
+void qsdp_decode(const Layout* layout, const uint8_t* wire, char* out, int64_t num_outputs,
+                 int64_t rows_per_output, float multiply, float divide, int32_t dtype,
+                 int32_t threads) {
+  const int64_t total = num_outputs * layout->numel;
+  const DecodeJob job{layout,   wire,   out,   num_outputs, rows_per_output,
+                      multiply, divide, dtype, total * item_size(dtype) >= STREAMING_BYTES};
+  run(isa().decode, job, total, threads);
+}
+
+}  // extern "C"
+
+#elif QSDP_LANES > 0  // ------------------------------------------------ once per instruction set
+
+namespace {
+namespace QSDP_NAMESPACE {
+
+constexpr int LANES = QSDP_LANES;
+constexpr int GROUP = 4 * LANES;  // values narrowed to bytes together
+
+typedef float Floats __attribute__((vector_size(4 * QSDP_LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * QSDP_LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * QSDP_LANES)));
+typedef uint64_t Longs __attribute__((vector_size(4 * QSDP_LANES)));
+
+template <class V>
+INLINE V load(const void* from) {
+  V v;
+  __builtin_memcpy(&v, from, sizeof(V));
+  return v;
+}
+
+template <class V>
+INLINE void store(void* to, V v) {
+  __builtin_memcpy(to, &v, sizeof(V));
+}
+
+INLINE Floats all(float x) { return x - Floats{}; }  // x - 0.0 keeps even -0.0, unlike x + 0.0
+INLINE Words all(uint32_t x) { return x + Words{}; }
+
+// Primitives. smaller(a, b) is a < b ? a : b and greater(a, b) is a > b ? a : b, so a NaN in `b`
+// stays. round_to_int rounds half to even. multiply_low takes the low halves of 64-bit lanes.
+
+#if QSDP_LANES == 16
+
+INLINE Floats smaller(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
+INLINE Floats greater(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE Ints round_to_int(Floats x) { return (Ints)_mm512_cvtps_epi32((__m512)x); }
+INLINE Longs multiply_low(Longs a, Longs b) {
+  return (Longs)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+}
+INLINE Longs xor3(Longs a, Longs b, Longs c) {
+  return (Longs)_mm512_ternarylogic_epi64((__m512i)a, (__m512i)b, (__m512i)c, 0x96);
+}
+INLINE void narrow_to_bytes(const Ints v[4], uint8_t* to) {
+  const __m512i a = _mm512_packus_epi32((__m512i)v[0], (__m512i)v[1]);
+  const __m512i b = _mm512_packus_epi32((__m512i)v[2], (__m512i)v[3]);
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  store(to, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(a, b)));
+}
+INLINE Ints widen_bytes(const uint8_t* from) {
+  return (Ints)_mm512_cvtepu8_epi32(load<__m128i>(from));
+}
+INLINE Words widen_halves(const char* from) {
+  return (Words)_mm512_cvtepu16_epi32(load<__m256i>(from));
+}
+INLINE void narrow_to_halves(Words v, char* to) {
+  store(to, _mm512_cvtepi32_epi16((__m512i)v));
+}
+INLINE Floats float16_to_float(const char* from) {
+  return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+}
+INLINE void float_to_float16(Floats x, char* to) {
+  store(to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+}
+INLINE void stream(float* to, Floats x) { _mm512_stream_ps(to, (__m512)x); }
+
+#elif QSDP_LANES == 8
+
+INLINE Floats smaller(Floats a, Floats b) { return (Floats)_mm256_min_ps((__m256)a, (__m256)b); }
+INLINE Floats greater(Floats a, Floats b) { return (Floats)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE Ints round_to_int(Floats x) { return (Ints)_mm256_cvtps_epi32((__m256)x); }
+INLINE Longs multiply_low(Longs a, Longs b) {
+  return (Longs)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+}
+INLINE Longs xor3(Longs a, Longs b, Longs c) { return a ^ b ^ c; }
+INLINE void narrow_to_bytes(const Ints v[4], uint8_t* to) {
+  const __m256i a = _mm256_packus_epi32((__m256i)v[0], (__m256i)v[1]);
+  const __m256i b = _mm256_packus_epi32((__m256i)v[2], (__m256i)v[3]);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  store(to, _mm256_permutevar8x32_epi32(_mm256_packus_epi16(a, b), order));
+}
+INLINE Ints widen_bytes(const uint8_t* from) {
+  return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+}
+INLINE Words widen_halves(const char* from) {
+  return (Words)_mm256_cvtepu16_epi32(load<__m128i>(from));
+}
+INLINE void narrow_to_halves(Words v, char* to) {
+  const __m256i packed = _mm256_packus_epi32((__m256i)v, (__m256i)v);
+  store(to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+}
+INLINE Floats float16_to_float(const char* from) {
+  return (Floats)_mm256_cvtph_ps(load<__m128i>(from));
+}
+INLINE void float_to_float16(Floats x, char* to) {
+  store(to, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+}
+INLINE void stream(float* to, Floats x) { _mm256_stream_ps(to, (__m256)x); }
+
+#else  // any machine, through the compiler's vectors
+
+INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+INLINE Floats greater(Floats a, Floats b) { return a > b ? a : b; }
+INLINE Longs xor3(Longs a, Longs b, Longs c) { return a ^ b ^ c; }
+#if defined(__x86_64__)
+INLINE Ints round_to_int(Floats x) { return (Ints)_mm_cvtps_epi32((__m128)x); }
+INLINE Longs multiply_low(Longs a, Longs b) { return (Longs)_mm_mul_epu32((__m128i)a, (__m128i)b); }
+INLINE void stream(float* to, Floats x) { _mm_stream_ps(to, (__m128)x); }
+#else
+INLINE Ints round_to_int(Floats x) {  // 0 <= x <= 2^24; from 2^23 on every float is an integer
+  const Floats magic = all(0x1p23f);
+  return __builtin_convertvector(x < magic ? (x + magic) - magic : x, Ints);
+}
+INLINE Longs multiply_low(Longs a, Longs b) { return (a & 0xffffffff) * (b & 0xffffffff); }
+INLINE void stream(float* to, Floats x) { store(to, x); }
+#endif
+INLINE void narrow_to_bytes(const Ints v[4], uint8_t* to) {
+  for (int i = 0; i < GROUP; i++) to[i] = uint8_t(v[i / LANES][i % LANES]);
+}
+INLINE Ints widen_bytes(const uint8_t* from) {
+  return Ints{from[0], from[1], from[2], from[3]};
+}
+INLINE Words widen_halves(const char* from) {
+  uint16_t half[LANES];
+  memcpy(half, from, sizeof half);
+  return Words{half[0], half[1], half[2], half[3]};
+}
+INLINE void narrow_to_halves(Words v, char* to) {
+  const uint16_t half[LANES] = {uint16_t(v[0]), uint16_t(v[1]), uint16_t(v[2]), uint16_t(v[3])};
+  memcpy(to, half, sizeof half);
+}
+INLINE Floats float16_to_float(const char* from) {
+  const Words half = widen_halves(from), sign = (half & 0x8000) << 16;
+  const Words magnitude = (half & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
+  const Words rebias = magnitude + (112u << 23);
+  const Words denormal = (Words)((Floats)(rebias + (1u << 23)) - all(0x1p-14f));
+  const Words special = rebias + (112u << 23);
+  const Words bits = exponent == 0x0f800000 ? special : exponent == 0 ? denormal : rebias;
+  return (Floats)(bits | sign);
+}
+INLINE void float_to_float16(Floats x, char* to) {
+  const Words bits = (Words)x, magnitude = bits & 0x7fffffff, sign = (bits ^ magnitude) >> 16;
+  // Adding 0.5 to a value below 2^-14 leaves the float16 denormal, rounded, in the lowest bits.
+  const Words denormal = (Words)((Floats)magnitude + all(0.5f)) - 0x3f000000;
+  const Words normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  const Words finite = magnitude < 0x38800000 ? denormal : normal;
+  const Words special = magnitude > 0x7f800000 ? all(0x7e00u) : all(0x7c00u);
+  narrow_to_halves((magnitude < 0x47800000 ? finite : special) | sign, to);
+}
+
+#endif
+
+// The value types: a vector of float32 from and to memory, rounded as torch rounds.
+
+struct Float32 {
+  static constexpr int SIZE = 4;
+  static INLINE Floats get(const char* from) { return load<Floats>(from); }
+  static INLINE void put(Floats x, char* to) { store(to, x); }
+};
+
+struct Bfloat16 {
+  static constexpr int SIZE = 2;
+  static INLINE Floats get(const char* from) { return (Floats)(widen_halves(from) << 16); }
+  static INLINE void put(Floats x, char* to) {
+    const Words bits = (Words)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    narrow_to_halves(x == x ? rounded : all(NAN_BITS >> 16), to);
+  }
+};
+
+struct Float16 {
+  static constexpr int SIZE = 2;
+  static INLINE Floats get(const char* from) { return float16_to_float(from); }
+  static INLINE void put(Floats x, char* to) { float_to_float16(x, to); }
+};
+
+// ------------------------------------------------------------------------------------ bit planes
+
+// CHUNK codes to CHUNK * width / 8 bytes. Each round of shifts joins neighbours in wider lanes.
+INLINE void pack_plane(const uint8_t* __restrict codes, int width, int shift,
+                       uint8_t* __restrict to) {
+  if (width == 4) {
+    for (int i = 0; i < CHUNK / 2; i++) {
+      const uint16_t x = uint16_t(load<uint16_t>(codes + 2 * i) >> shift) & 0x0f0f;
+      to[i] = uint8_t(x | x >> 4);
+    }
+  } else if (width == 2) {
+    for (int i = 0; i < CHUNK / 4; i++) {
+      uint32_t x = (load<uint32_t>(codes + 4 * i) >> shift) & 0x03030303;
+      x = (x | x >> 6) & 0x000f000f;
+      to[i] = uint8_t(x | x >> 12);
+    }
+  } else {
+    for (int i = 0; i < CHUNK / 8; i++) {
+      uint64_t x = (load<uint64_t>(codes + 8 * i) >> shift) & 0x0101010101010101;
+      x = (x | x >> 7) & 0x0003000300030003;
+      x = (x | x >> 14) & 0x0000000f0000000f;
+      to[i] = uint8_t(x | x >> 28);
+    }
+  }
+}
+
+// The inverse: sets the plane's bits in CHUNK codes, and clears the others if it is the first.
+INLINE void unpack_plane(const uint8_t* __restrict from, int width, int shift, bool first,
+                         uint8_t* __restrict codes) {
+  if (width == 4) {  // always the first plane
+    for (int i = 0; i < CHUNK / 2; i++) {
+      const uint16_t x = from[i];
+      store(codes + 2 * i, uint16_t((x | x << 4) & 0x0f0f));
+    }
+  } else if (width == 2) {
+    const uint32_t keep = first ? 0 : ~0u;
+    for (int i = 0; i < CHUNK / 4; i++) {
+      uint32_t x = from[i];
+      x = (x | x << 12) & 0x000f000f;
+      x = (x | x << 6) & 0x03030303;
+      store(codes + 4 * i, (load<uint32_t>(codes + 4 * i) & keep) | x << shift);
+    }
+  } else {  // never the first
+    for (int i = 0; i < CHUNK / 8; i++) {
+      uint64_t x = from[i];
+      x = (x | x << 28) & 0x0000000f0000000f;
+      x = (x | x << 14) & 0x0003000300030003;
+      x = (x | x << 7) & 0x0101010101010101;
+      store(codes + 8 * i, load<uint64_t>(codes + 8 * i) | x << shift);
+    }
+  }
+}
+
+// `n` codes, and zeros up to CHUNK, into the planes of a block at value `at`, a multiple of CHUNK.
+INLINE void pack(const uint8_t* codes, int64_t n, const Planes& planes, int64_t at, uint8_t* to) {
+  for (int i = 0; i < planes.count; i++) {
+    const int width = planes.width[i];
+    uint8_t* plane = to + planes.start[i] + at * width / 8;
+    if (n == CHUNK) {
+      pack_plane(codes, width, planes.shift[i], plane);
+    } else {
+      uint8_t padded[CHUNK];
+      pack_plane(codes, width, planes.shift[i], padded);
+      memcpy(plane, padded, size_t(divide_up(n * width, 8)));
+    }
+  }
+}
+
+INLINE void unpack(const uint8_t* from, int64_t n, const Planes& planes, int64_t at,
+                   uint8_t* codes) {
+  for (int i = 0; i < planes.count; i++) {
+    const int width = planes.width[i];
+    const uint8_t* plane = from + planes.start[i] + at * width / 8;
+    uint8_t padded[CHUNK] = {};
+    if (n < CHUNK) {
+      memcpy(padded, plane, size_t(divide_up(n * width, 8)));
+      plane = padded;
+    }
+    if (width == 8)
+      memcpy(codes, plane, CHUNK);
+    else
+      unpack_plane(plane, width, planes.shift[i], i == 0, codes);
+  }
+}
+
+// ---------------------------------------------------------------------------------------- encode
+
+// Copies `n` < `capacity` values and zeros behind them.
+template <class T>
+INLINE const char* pad(const char* x, int64_t n, char* padded, int64_t capacity) {
+  memcpy(padded, x, size_t(n * T::SIZE));
+  memset(padded + n * T::SIZE, 0, size_t((capacity - n) * T::SIZE));
+  return padded;
+}
+
+template <class T>
+bool all_finite(const char* x, int64_t n) {
+  Ints special = {};
+  char padded[LANES * T::SIZE];
+  for (int64_t i = 0; i < n; i += LANES) {
+    const char* from = x + i * T::SIZE;
+    if (n - i < LANES) from = pad<T>(from, n - i, padded, LANES);
+    special |= ((Words)T::get(from) & 0x7f800000) == 0x7f800000;
+  }
+  int32_t any = 0;
+  for (int i = 0; i < LANES; i++) any |= special[i];
+  return !any;
+}
+
+// Extremes of `n` values. A NaN or infinity shows in the sum of the values; so may an overflow of
+// the sum alone, and then all_finite decides.
+template <class T>
+INLINE Extremes scan(const char* x, int64_t n) {
+  constexpr int STEP = 2 * LANES;
+  float lo = __builtin_inff(), hi = -__builtin_inff(), sum = 0.0f;
+  uint32_t content = 0;
+  int64_t i = 0;
+  if (n >= STEP) {
+    Floats lo0 = T::get(x), hi0 = lo0, lo1 = lo0, hi1 = lo0, sum0 = {}, sum1 = {};
+    Words content0 = {}, content1 = {};
+    for (; i + STEP <= n; i += STEP) {
+      const Floats a = T::get(x + i * T::SIZE), b = T::get(x + (i + LANES) * T::SIZE);
+      lo0 = smaller(a, lo0), lo1 = smaller(b, lo1);
+      hi0 = greater(a, hi0), hi1 = greater(b, hi1);
+      sum0 += a, sum1 += b;
+      content0 += (Words)a, content1 += (Words)b;
+    }
+    lo0 = smaller(lo1, lo0), hi0 = greater(hi1, hi0), sum0 += sum1, content0 += content1;
+    for (int k = 0; k < LANES; k++) {
+      lo = lo0[k] < lo ? lo0[k] : lo, hi = hi0[k] > hi ? hi0[k] : hi;
+      sum += sum0[k], content += content0[k];
+    }
+  }
+  if (i < n) {
+    char padded[STEP * T::SIZE];
+    pad<T>(x + i * T::SIZE, n - i, padded, STEP);
+    float rest[STEP];
+    store(rest, T::get(padded)), store(rest + LANES, T::get(padded + LANES * T::SIZE));
+    for (int64_t k = 0; k < n - i; k++) {
+      lo = rest[k] < lo ? rest[k] : lo, hi = rest[k] > hi ? rest[k] : hi;
+      sum += rest[k], content += bit_cast<uint32_t>(rest[k]);
+    }
+  }
+  const bool finite = __builtin_fabsf(sum) <= MAX_FLOAT || all_finite<T>(x, n);
+  return {lo, hi, content, finite};
+}
+
+// Philox for LANES neighbouring counters. The two vectors hold their even and odd neighbours in the
+// low halves of 64-bit lanes, where the multiplication wants them; what is in the high halves
+// never reaches a low half.
+struct Philox {
+  Longs c0, c1, c2, c3;
+
+  INLINE void round(Longs k0, Longs k1) {
+    const Longs p0 = multiply_low(c0, Longs{} + MULTIPLIERS[0]);
+    const Longs p1 = multiply_low(c2, Longs{} + MULTIPLIERS[1]);
+    c0 = xor3(p1 >> 32, c1, k0);
+    c2 = xor3(p0 >> 32, c3, k1);
+    c1 = p1, c3 = p0;
+  }
+};
+
+INLINE Words interleave(Longs even, Longs odd) {
+  return (Words)((even & 0xffffffff) | odd << 32);
+}
+
+// r of CHUNK values from value `at` of a block on: [Note: where the random bits come from].
+void random16_per_value(int64_t at, const Counter& counter, const PhiloxKey& key, int32_t* r) {
+  for (int part = 0; part < 16; part += LANES) {
+    Longs first;
+    for (int i = 0; i < LANES / 2; i++) first[i] = uint64_t(at / 8 + part + 2 * i);
+    const Longs c1 = Longs{} + counter.block, c2 = Longs{} + counter.segment;
+    const Longs c3 = Longs{} + counter.row;
+    Philox even = {first, c1, c2, c3}, odd = {first + 1, c1, c2, c3};
+    Longs k0 = Longs{} + key.k0, k1 = Longs{} + key.k1;
+    for (int round = 0; round < 10; round++) {
+      even.round(k0, k1), odd.round(k0, k1);
+      k0 += WEYL[0], k1 += WEYL[1];
+    }
+    const Words words[4] = {interleave(even.c0, odd.c0), interleave(even.c1, odd.c1),
+                            interleave(even.c2, odd.c2), interleave(even.c3, odd.c3)};
+    for (int i = 0; i < 4; i++) {
+      store(r + 32 * i + part, words[i] & 0xffff);
+      store(r + 32 * i + 16 + part, words[i] >> 16);
+    }
+  }
+}
+
+// q of LANES values: the position on the grid with 16 fractional bits.
+template <class T>
+INLINE Ints position(const char* x, const Plan& plan) {
+  const Floats y = (T::get(x) * plan.p - plan.lo_p) * plan.inverse;
+  return round_to_int(smaller(y, all(plan.top)));
+}
+
+template <class T>
+INLINE void quantize_uniform(const char* x, const Plan& plan, const int32_t* r, uint8_t* codes) {
+  for (int i = 0; i < CHUNK; i += GROUP) {
+    Ints code[4];
+    for (int k = 0; k < 4; k++) {
+      const int at = i + k * LANES;
+      code[k] = (position<T>(x + at * T::SIZE, plan) + load<Ints>(r + at)) >> 16;
+    }
+    narrow_to_bytes(code, codes + i);
+  }
+}
+
+template <class T>
+INLINE void quantize_levels(const char* x, const Plan& plan, const uint8_t* level_codes,
+                            uint8_t* codes) {
+  int32_t q[CHUNK];
+  for (int i = 0; i < CHUNK; i += LANES) store(q + i, position<T>(x + i * T::SIZE, plan));
+  for (int i = 0; i < CHUNK; i++) codes[i] = level_codes[q[i]];
+}
+
+// Codes of a block's values, packed.
+template <class T>
+INLINE void quantize_block(const char* x, int64_t n, const Span& span, const Plan& plan,
+                           int32_t shift, const Counter& counter, const PhiloxKey& key,
+                           const Planes& planes, uint8_t* to) {
+  int32_t r[CHUNK];
+  char padded[CHUNK * T::SIZE];
+  uint8_t buffer[CHUNK];
+  if (span.rounding != STOCHASTIC)
+    for (int i = 0; i < CHUNK; i++) r[i] = shift >= 0 ? shift : 32768;
+  for (int64_t at = 0; at < n; at += CHUNK) {
+    const int64_t count = minimum(n - at, CHUNK);
+    const bool direct = planes.width[0] == 8 && count == CHUNK;
+    const char* from = x + at * T::SIZE;
+    uint8_t* codes = direct ? to + at : buffer;
+    if (count < CHUNK) from = pad<T>(from, count, padded, CHUNK);
+    if (span.rounding == STOCHASTIC) random16_per_value(at, counter, key, r);
+    if (span.levels)
+      quantize_levels<T>(from, plan, span.level_codes, codes);
+    else
+      quantize_uniform<T>(from, plan, r, codes);
+    if (direct) continue;
+    if (planes.width[0] == 8) {
+      memcpy(to + at, codes, size_t(count));
+      continue;
+    }
+    memset(codes + count, 0, size_t(CHUNK - count));
+    pack(codes, count, planes, at, to);
+  }
+}
+
+template <class T>
+INLINE void encode_block(const EncodeJob& job, const Span& span, const Counter& counter,
+                         const char* x, int64_t n, const Planes& planes, uint8_t* meta,
+                         uint8_t* codes) {
+  const Extremes extremes = scan<T>(x, n);
+  if (!extremes.finite) {
+    const uint32_t nans[2] = {NAN_BITS, NAN_BITS};
+    memcpy(meta, nans, sizeof nans);
+    memset(codes, 0, size_t(planes.bytes));
+    return;
+  }
+  const PhiloxKey key = {uint32_t(job.key), uint32_t(job.key >> 32) ^ extremes.content};
+  const int32_t shift = span.rounding == SHIFT ? int32_t(philox_word0(counter, key) & 0xffff) : -1;
+  const Plan plan = plan_block(extremes, span.levels ? 1 : (1 << span.bits) - 1, shift);
+  const float pair[2] = {plan.scale, plan.offset};
+  memcpy(meta, pair, sizeof pair);
+  quantize_block<T>(x, n, span, plan, shift, counter, key, planes, codes);
+}
+
+template <class T>
+void encode_values(const EncodeJob& job, int64_t begin, int64_t end) {
+  const Layout& layout = *job.layout;
+  for_blocks(layout, begin, end, [&](int64_t row, int64_t index, int64_t first, int64_t last) {
+    const Span& span = layout.spans[index];
+    const char* x = job.values + (row * layout.numel + span.value_offset) * T::SIZE;
+    uint8_t* to = job.wire + row * layout.row_bytes;
+    if (!span.bits) {
+      memcpy(to + span.data_offset + first * T::SIZE, x + first * T::SIZE,
+             size_t((last - first) * T::SIZE));
+      return;
+    }
+    const int64_t size = span.block_size;
+    const Planes planes(span.bits, size);
+    for (int64_t block = first; block < last; block++) {
+      const int64_t n = minimum(size, span.numel - block * size);
+      const Counter counter = {uint32_t(block), uint32_t(index), uint32_t(job.first_row + row)};
+      encode_block<T>(job, span, counter, x + block * size * T::SIZE, n,
+                      n == size ? planes : Planes(span.bits, n), to + span.meta_offset + 8 * block,
+                      to + span.data_offset + block * planes.bytes);
+    }
+  });
+}
+
+void encode(const EncodeJob& job, int64_t begin, int64_t end) {
+  if (job.dtype == FLOAT32) return encode_values<Float32>(job, begin, end);
+  if (job.dtype == BFLOAT16) return encode_values<Bfloat16>(job, begin, end);
+  encode_values<Float16>(job, begin, end);
+}
+
+// ---------------------------------------------------------------------------------------- decode
+
+INLINE Floats grid_value(const uint8_t* codes) {
+  return __builtin_convertvector(widen_bytes(codes), Floats);
+}
+INLINE Floats grid_value(const float* levels) { return load<Floats>(levels); }
+
+// Adds CHUNK values to `sum`, or starts it with them.
+template <bool FIRST, bool HUGE, class Grid>
+INLINE void dequantize(const Grid* grid, float scale, float offset, float* sum) {
+  for (int i = 0; i < CHUNK; i += LANES) {
+    Floats value = grid_value(grid + i) * scale + offset;
+    if (HUGE) value = greater(all(-MAX_FLOAT), smaller(all(MAX_FLOAT), value * 4.0f));
+    store(sum + i, FIRST ? value : load<Floats>(sum + i) + value);
+  }
+}
+
+template <class Grid>
+INLINE void dequantize(bool first, const Grid* grid, float scale, float offset, float* sum) {
+  const float size = __builtin_fabsf(scale);
+  if (scale < 0.0f) {
+    if (first)
+      dequantize<true, true>(grid, size, offset, sum);
+    else
+      dequantize<false, true>(grid, size, offset, sum);
+  } else {
+    if (first)
+      dequantize<true, false>(grid, size, offset, sum);
+    else
+      dequantize<false, false>(grid, size, offset, sum);
+  }
+}
+
+// A tile of one row: values `at` to `at + n` of a block, added to `sum` (room for TILE values).
+INLINE void decode_tile(const Span& span, const uint8_t* meta, const uint8_t* packed,
+                        const Planes& planes, int64_t at, int64_t n, bool first, float* sum) {
+  float pair[2];
+  memcpy(pair, meta, sizeof pair);
+  uint8_t buffer[CHUNK];
+  for (int64_t i = 0; i < n; i += CHUNK) {
+    const int64_t count = minimum(n - i, CHUNK);
+    const uint8_t* codes = packed + at + i;
+    if (planes.width[0] != 8 || count < CHUNK) {
+      unpack(packed, count, planes, at + i, buffer);
+      codes = buffer;
+    }
+    if (span.levels) {
+      float grid[CHUNK];
+      for (int k = 0; k < CHUNK; k++) grid[k] = span.levels[codes[k]];
+      dequantize(first, grid, pair[0], pair[1], sum + i);
+    } else {
+      dequantize(first, codes, pair[0], pair[1], sum + i);
+    }
+  }
+}
+
+// The same for a tile of a full-precision segment.
+template <class T>
+INLINE void widen_tile(const char* x, int64_t n, bool first, float* sum) {
+  char padded[LANES * T::SIZE];
+  for (int64_t i = 0; i < n; i += LANES) {
+    const char* from = x + i * T::SIZE;
+    if (n - i < LANES) from = pad<T>(from, n - i, padded, LANES);
+    const Floats value = T::get(from);
+    store(sum + i, first ? value : load<Floats>(sum + i) + value);
+  }
+}
+
+INLINE void widen_tile(int32_t dtype, const char* x, int64_t n, bool first, float* sum) {
+  if (dtype == FLOAT32) return widen_tile<Float32>(x, n, first, sum);
+  if (dtype == BFLOAT16) return widen_tile<Bfloat16>(x, n, first, sum);
+  widen_tile<Float16>(x, n, first, sum);
+}
+
+// Writes `n` values from `sum` to `out` in its dtype.
+template <class T>
+INLINE void write_tile(const float* sum, int64_t n, char* out) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) T::put(load<Floats>(sum + i), out + i * T::SIZE);
+  if (i == n) return;
+  char padded[LANES * T::SIZE];
+  T::put(load<Floats>(sum + i), padded);
+  memcpy(out + i * T::SIZE, padded, size_t((n - i) * T::SIZE));
+}
+
+// The same for float32, past the caches. Whole cache lines only: a line written in part costs more.
+INLINE void stream_tile(const float* sum, int64_t n, char* out) {
+  constexpr int LINE = 64 / sizeof(float);
+  const int64_t head = minimum(n, int64_t(-(reinterpret_cast<uintptr_t>(out) / 4) % LINE));
+  write_tile<Float32>(sum, head, out);
+  int64_t i = head;
+  for (; i + LINE <= n; i += LINE)
+    for (int k = 0; k < LINE; k += LANES)
+      stream(reinterpret_cast<float*>(out) + i + k, load<Floats>(sum + i + k));
+  write_tile<Float32>(sum + i, n - i, out + i * 4);
+}
+
+INLINE void finish_tile(const DecodeJob& job, float* sum, int64_t n, char* out) {
+  if (job.multiply != 1.0f || job.divide != 1.0f)
+    for (int64_t i = 0; i < n; i += LANES)
+      store(sum + i, load<Floats>(sum + i) * job.multiply / job.divide);
+  if (job.dtype == BFLOAT16) return write_tile<Bfloat16>(sum, n, out);
+  if (job.dtype == FLOAT16) return write_tile<Float16>(sum, n, out);
+  if (job.streaming && reinterpret_cast<uintptr_t>(out) % 4 == 0) return stream_tile(sum, n, out);
+  write_tile<Float32>(sum, n, out);
+}
+
+// Values `at` to `at + n` of a segment, for one output: the tile lies in one block.
+INLINE void decode_one(const DecodeJob& job, int64_t output, const Span& span, int64_t block,
+                       const Planes& full, const Planes& planes, int64_t at, int64_t n) {
+  const Layout& layout = *job.layout;
+  float sum[TILE + 64];
+  const uint8_t* row = job.wire + output * job.rows_per_output * layout.row_bytes;
+  for (int64_t i = 0; i < job.rows_per_output; i++, row += layout.row_bytes) {
+    const uint8_t* data = row + span.data_offset;
+    if (span.bits)
+      decode_tile(span, row + span.meta_offset + 8 * block, data + block * full.bytes, planes, at,
+                  n, i == 0, sum);
+    else
+      widen_tile(layout.dtype, reinterpret_cast<const char*>(data) + at * item_size(layout.dtype),
+                 n, i == 0, sum);
+  }
+  const int64_t value = span.value_offset + (span.bits ? block * span.block_size : 0) + at;
+  finish_tile(job, sum, n, job.out + (output * layout.numel + value) * item_size(job.dtype));
+}
+
+void decode(const DecodeJob& job, int64_t begin, int64_t end) {
+  const Layout& layout = *job.layout;
+  for_blocks(layout, begin, end, [&](int64_t output, int64_t index, int64_t first, int64_t last) {
+    const Span& span = layout.spans[index];
+    const int64_t size = span.block_size;
+    const Planes planes(span.bits, size);
+    if (!span.bits) {
+      for (int64_t at = first; at < last; at += TILE)
+        decode_one(job, output, span, 0, planes, planes, at, minimum(last - at, TILE));
+      return;
+    }
+    for (int64_t block = first; block < last; block++) {
+      const int64_t n = minimum(size, span.numel - block * size);
+      const Planes own = n == size ? planes : Planes(span.bits, n);
+      for (int64_t at = 0; at < n; at += TILE)
+        decode_one(job, output, span, block, planes, own, at, minimum(n - at, TILE));
+    }
+  });
+#if defined(__x86_64__)
+  if (job.streaming) _mm_sfence();
+#endif
+}
+
+}  // namespace QSDP_NAMESPACE
+}  // namespace
+
+#endif

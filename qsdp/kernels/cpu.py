@@ -1,0 +1,252 @@
+"""The native CPU backend: calls cpu.cpp, which gives the bytes of ``reference``, through ctypes.
+
+The library is built when the package is installed and loaded at the first use. This file checks
+what it passes on and keeps every layout's table of spans; it computes nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from qsdp.kernels.reference import FRACTION, level_thresholds
+from qsdp.wire import Span, WireLayout
+
+NAME = "cpu"
+
+LIBRARY = Path(__file__).with_name("_cpu.so")
+ABI = 1  # of cpu.cpp; a library with another number was left over from another version
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ROUNDINGS = {"nearest": 0, "stochastic": 1, "shift": 2}
+_MAX_TABLES = 1024
+_MEND = "install a C++ compiler (g++ or clang++), then reinstall qsdp: pip install --no-deps "
+_MEND += "--force-reinstall qsdp"
+
+
+class _Span(ctypes.Structure):
+    _fields_ = [
+        ("numel", c_int64),
+        ("value_offset", c_int64),
+        ("meta_offset", c_int64),
+        ("data_offset", c_int64),
+        ("block_size", c_int64),
+        ("bits", c_int32),
+        ("rounding", c_int32),
+        ("levels", c_void_p),
+        ("level_codes", c_void_p),
+    ]
+
+
+class _Layout(ctypes.Structure):
+    _fields_ = [
+        ("spans", c_void_p),
+        ("num_spans", c_int64),
+        ("numel", c_int64),
+        ("row_bytes", c_int64),
+        ("payload_bytes", c_int64),
+        ("dtype", c_int32),
+    ]
+
+
+class _Table(NamedTuple):
+    """A layout as cpu.cpp reads it."""
+
+    address: int
+    has_raw: bool
+    alive: tuple[Any, ...]  # what the address, and the id under which the table is kept, refer to
+
+
+def available() -> bool:
+    """Whether the library was built and loads; loads it."""
+    return _load()[0] is not None
+
+
+def why_unavailable() -> str:
+    """What keeps the library from loading and how to mend it; empty if it loads."""
+    return _load()[1]
+
+
+def isa() -> str:
+    """The instruction set in use: avx512, avx2 or baseline."""
+    name: bytes = _library().qsdp_isa()
+    return name.decode()
+
+
+def set_isa(name: str | None) -> None:
+    """Use this instruction set from now on; None: the best one.
+
+    Raises:
+        ValueError: this machine does not run it, or there is none of this name.
+    """
+    if _library().qsdp_set_isa(None if name is None else name.encode()):
+        raise ValueError(f"set_isa takes avx512, avx2 or baseline if it runs here, got {name!r}")
+
+
+def encode(
+    values: torch.Tensor, layout: WireLayout, wire: torch.Tensor, *, key: int, first_row: int = 0
+) -> None:
+    """See :func:`qsdp.kernels.reference.encode`."""
+    table = _table(layout)
+    num_rows = values.shape[0]
+    _check(values, (num_rows, layout.numel))
+    _check(wire, (num_rows, layout.row_bytes))
+    assert wire.dtype == torch.uint8
+    assert not table.has_raw or values.dtype == layout.dtype
+    _library().qsdp_encode(
+        table.address,
+        values.data_ptr(),
+        wire.data_ptr(),
+        num_rows,
+        first_row,
+        key,
+        _DTYPES[values.dtype],
+        torch.get_num_threads(),
+    )
+
+
+def decode(wire: torch.Tensor, layout: WireLayout, values: torch.Tensor) -> None:
+    """See :func:`qsdp.kernels.reference.decode`."""
+    num_rows = wire.shape[0]
+    _check(values, (num_rows, layout.numel))
+    _decode(wire, layout, values, num_rows, 1, 1.0, 1.0)
+
+
+def decode_sum(
+    wire: torch.Tensor,
+    layout: WireLayout,
+    out: torch.Tensor,
+    *,
+    multiply: float = 1.0,
+    divide: float = 1.0,
+) -> None:
+    """See :func:`qsdp.kernels.reference.decode_sum`."""
+    num_rows = wire.shape[0]
+    assert num_rows >= 1
+    _check(out, (layout.numel,))
+    _decode(wire, layout, out, 1, num_rows, multiply, divide)
+
+
+def _decode(
+    wire: torch.Tensor,
+    layout: WireLayout,
+    out: torch.Tensor,
+    num_outputs: int,
+    rows_per_output: int,
+    multiply: float,
+    divide: float,
+) -> None:
+    _check(wire, (num_outputs * rows_per_output, layout.row_bytes))
+    assert wire.dtype == torch.uint8
+    _library().qsdp_decode(
+        _table(layout).address,
+        wire.data_ptr(),
+        out.data_ptr(),
+        num_outputs,
+        rows_per_output,
+        multiply,
+        divide,
+        _DTYPES[out.dtype],
+        torch.get_num_threads(),
+    )
+
+
+def _check(tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    assert tensor.device.type == "cpu" and tensor.is_contiguous(), tensor.device
+    assert tensor.shape == shape, (tensor.shape, shape)
+
+
+# By identity: hashing a layout costs more than encoding a small one. A table keeps its layout
+# alive, so an id is not used again while it is in here.
+_tables: dict[int, _Table] = {}
+
+
+def _table(layout: WireLayout) -> _Table:
+    table = _tables.get(id(layout))
+    if table is None:
+        if len(_tables) >= _MAX_TABLES:
+            _tables.clear()
+        table = _tables[id(layout)] = _build_table(layout)
+    return table
+
+
+def _build_table(layout: WireLayout) -> _Table:
+    # Empty segments have nothing on the wire, but count for the random counter: they stay.
+    spans = (_Span * len(layout.spans))(*map(_span, layout.spans))
+    header = _Layout(
+        ctypes.addressof(spans),
+        len(spans),
+        layout.numel,
+        layout.row_bytes,
+        layout.payload_bytes,
+        _DTYPES[layout.dtype],
+    )
+    level_tables = [_level_tables(s.segment.levels) for s in layout.spans if s.segment.levels]
+    has_raw = any(span.segment.bits is None for span in layout.spans)
+    return _Table(ctypes.addressof(header), has_raw, (layout, header, spans, level_tables))
+
+
+def _span(span: Span) -> _Span:
+    segment = span.segment
+    levels: int | None = None
+    level_codes: int | None = None
+    if segment.bits is not None and segment.levels is not None:
+        levels, level_codes = (table.data_ptr() for table in _level_tables(segment.levels))
+    return _Span(
+        segment.numel,
+        span.value_offset,
+        span.meta_offset,
+        span.data_offset,
+        segment.block_size,
+        segment.bits or 0,
+        _ROUNDINGS[segment.rounding],
+        levels,
+        level_codes,
+    )
+
+
+@lru_cache(maxsize=_MAX_TABLES)
+def _level_tables(levels: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The levels as float32, and the code of every position on the grid as uint8."""
+    grid = torch.arange(FRACTION + 1)
+    codes = torch.bucketize(grid, level_thresholds(levels), right=True)
+    return torch.tensor(levels, dtype=torch.float32), codes.to(torch.uint8)
+
+
+def _library() -> ctypes.CDLL:
+    library, why = _load()
+    assert library is not None, why
+    return library
+
+
+@lru_cache(maxsize=1)
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or why there is none."""
+    if not LIBRARY.exists():
+        return None, f"qsdp's native CPU kernels were not built; {_MEND}"
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        abi = library.qsdp_abi()
+    except (OSError, AttributeError) as error:
+        return None, f"qsdp's native CPU kernels do not load ({error}); {_MEND}"
+    if abi != ABI:
+        return None, f"qsdp's native CPU kernels are of another version; {_MEND}"
+    pointer, size = c_void_p, c_int64
+    library.qsdp_isa.restype = c_char_p
+    library.qsdp_set_isa.argtypes = (c_char_p,)
+    library.qsdp_encode.argtypes = (
+        *(pointer, pointer, pointer, size, size),
+        *(c_uint64, c_int32, c_int32),
+    )
+    library.qsdp_encode.restype = None
+    library.qsdp_decode.argtypes = (
+        *(pointer, pointer, pointer, size, size),
+        *(c_float, c_float, c_int32, c_int32),
+    )
+    library.qsdp_decode.restype = None
+    return library, ""
