@@ -6,6 +6,8 @@ A backend is a module with ``encode``, ``decode`` and ``decode_sum`` (contracts 
 
 from __future__ import annotations
 
+import warnings
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -46,4 +48,15 @@ class Backend(Protocol):
 
 def backend_for(device: torch.device) -> Backend:
     """The fastest backend that works for tensors on ``device``."""
+    return _cpu_backend() if device.type == "cpu" else reference
+
+
+@lru_cache(maxsize=1)
+def _cpu_backend() -> Backend:
+    """The native kernels; without them the reference and, once, a warning."""
+    from qsdp.kernels import cpu
+
+    if cpu.available():
+        return cpu
+    warnings.warn(f"{cpu.why_unavailable()}. The slow reference runs.", stacklevel=3)
     return reference
