@@ -6,6 +6,6 @@ python=${PYTHON:-.venv/bin/python}
 runs=${RUNS:-runs/demo}
 
 for comm in w32g32 w8g8 w4g4; do
-  "$python" -m qsdp train --preset tiny --nproc 2 --comm "$comm" --run "$runs/$comm" --overwrite
+  "$python" -m qsdp train --preset tiny --nproc 2 --comm "$comm" --folder "$runs/$comm" --overwrite
 done
 "$python" -m qsdp report "$runs"/{w32g32,w8g8,w4g4}

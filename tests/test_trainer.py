@@ -67,7 +67,7 @@ def test_presets_are_whole_configurations(preset):
 
 def test_configuration_survives_json():
     config = TrainConfig(
-        data=(Path("a"), Path("b")), keep_full_precision=("*.wte.*",), run=Path("r"), model=None
+        data=(Path("a"), Path("b")), keep_full_precision=("*.wte.*",), folder=Path("r"), model=None
     )
     assert TrainConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
     with pytest.raises(ValueError, match="unknown field 'colour'"):
@@ -83,12 +83,12 @@ def test_flags_override_the_preset():
 def test_resume_takes_the_configuration_of_the_run(tmp_path):
     """`--resume` needs no other flag than the run folder; a flag that is given wins."""
     (tmp_path / "config.json").write_text(json.dumps(TrainConfig(width=64, lr=1e-4).to_json()))
-    config = parse(["--run", str(tmp_path), "--lr", "0.5", "--resume"])
+    config = parse(["--folder", str(tmp_path), "--lr", "0.5", "--resume"])
     assert (config.width, config.lr, config.resume) == (64, 0.5, "latest")
-    assert parse(["--run", str(tmp_path), "--resume", "x/step-1"]).resume == "x/step-1"
+    assert parse(["--folder", str(tmp_path), "--resume", "x/step-1"]).resume == "x/step-1"
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json is damaged"):
-        parse(["--run", str(tmp_path), "--resume"])
+        parse(["--folder", str(tmp_path), "--resume"])
 
 
 def test_learning_rate_warms_up_and_follows_a_cosine():
@@ -124,7 +124,7 @@ def test_bad_use_is_one_line_before_any_rank_starts(flags, message, capsys, tmp_
 
 def test_a_run_is_not_overwritten_by_accident(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
-    assert main(["train", "--run", str(tmp_path)]) == 1
+    assert main(["train", "--folder", str(tmp_path)]) == 1
     assert "already holds a run; --resume continues it" in capsys.readouterr().err
 
 
@@ -321,7 +321,7 @@ def text_file(tmp_path_factory):
 
 
 def command(run, *flags):
-    return [sys.executable, "-m", "qsdp", "train", "--run", str(run), *flags]
+    return [sys.executable, "-m", "qsdp", "train", "--folder", str(run), *flags]
 
 
 def small_flags(text_file, *flags):
@@ -447,7 +447,7 @@ def test_interrupt_saves_and_leaves_cleanly(tmp_path, text_file):
     process.send_signal(signal.SIGINT)
     status, out, err = finish(process)
     assert status == 128 + signal.SIGINT
-    assert f"continue with: qsdp train --run {run} --resume" in out
+    assert f"continue with: qsdp train --folder {run} --resume" in out
     assert "Traceback" not in out + err
     (saved,) = checkpoint.complete_checkpoints(run / "checkpoints")
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])

@@ -24,6 +24,6 @@ def check(config: TrainConfig, num_ranks: int) -> None:
         read_description(find_checkpoint(config.resume, folder / "checkpoints"))
     elif not config.overwrite and (folder / "config.json").exists():
         raise ValueError(
-            f"{folder} already holds a run; --resume continues it, --overwrite deletes it, --run "
-            "names another folder"
+            f"{folder} already holds a run; --resume continues it, --overwrite deletes it, "
+            "--folder names another"
         )

@@ -54,13 +54,13 @@ def parse(argv: list[str]) -> TrainConfig:
     argv = _with_resume_value(argv)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="tiny")
-    first.add_argument("--run", type=Path)
+    first.add_argument("--folder", type=Path)
     first.add_argument("--resume")
     chosen, _ = first.parse_known_args(argv)
     # A name that is no preset is left for tyro to refuse.
     default = PRESETS.get(chosen.preset, PRESETS["tiny"])()
-    if chosen.resume and chosen.run and (chosen.run / "config.json").is_file():
-        default = dataclasses.replace(read_config(chosen.run), resume=None)
+    if chosen.resume and chosen.folder and (chosen.folder / "config.json").is_file():
+        default = dataclasses.replace(read_config(chosen.folder), resume=None)
     return tyro.cli(TrainConfig, prog="qsdp train", args=argv, default=default)
 
 

@@ -22,7 +22,7 @@ class TrainConfig:
 
     preset: PresetName = "tiny"
     """Shape and recipe to start from; the other flags override single values."""
-    run: Path | None = None
+    folder: Path | None = None
     """Run folder; default runs/PRESET-COMM. All nodes must see it."""
     overwrite: bool = False
     """Delete what the run folder holds and start afresh."""
@@ -159,7 +159,7 @@ class TrainConfig:
 
     @property
     def run_folder(self) -> Path:
-        return self.run or Path("runs") / f"{self.preset}-{self.comm}"
+        return self.folder or Path("runs") / f"{self.preset}-{self.comm}"
 
     def micro_batches(self, num_ranks: int) -> int:
         """Forwards of one rank in a step. Raises ValueError where the batch does not divide."""
@@ -187,7 +187,7 @@ class TrainConfig:
         unknown = sorted(set(values) - {field.name for field in dataclasses.fields(cls)})
         if unknown:
             raise ValueError(f"unknown field {unknown[0]!r}: it is no option of qsdp train")
-        paths = {"run", "model", "valid", "tokenizer"}
+        paths = {"folder", "model", "valid", "tokenizer"}
         path_tuples = {"data", "dataset_files"}
         typed: dict[str, Any] = {}
         for name, value in values.items():

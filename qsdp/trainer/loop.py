@@ -41,7 +41,7 @@ RESULT = "result.json"
 
 # Settings that another part of the same training may differ in.
 _FREE_ON_RESUME = {
-    "run", "overwrite", "resume", "nproc", "device", "timeout", "log_every", "eval_every",
+    "folder", "overwrite", "resume", "nproc", "device", "timeout", "log_every", "eval_every",
     "eval_windows", "final_eval_windows", "checkpoint_every", "keep_checkpoints", "export",
 }  # fmt: skip
 
@@ -112,7 +112,7 @@ def _prepare_folder(config: TrainConfig) -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RESULT).unlink(missing_ok=True)
         if resume is None:
-            # By name: --run may point at a folder that holds more than a run.
+            # By name: --folder may point at a folder that holds more than a run.
             for name in ("checkpoints", "data", "model", "tensorboard"):
                 shutil.rmtree(folder / name, ignore_errors=True)
             (folder / METRICS).unlink(missing_ok=True)
@@ -199,7 +199,7 @@ def _take_steps(run: Run, progress: Progress, stop: _StopRequest) -> Progress:
             (config.run_folder / STOP_FILE).unlink(missing_ok=True)
             run.say(
                 f"stopped at step {step}, checkpoint saved; continue with: qsdp train "
-                f"--run {config.run_folder} --resume"
+                f"--folder {config.run_folder} --resume"
             )
             return progress
         if config.checkpoint_every and (step % config.checkpoint_every == 0 or last):
