@@ -1,0 +1,245 @@
+"""The CUDA and ROCm backend: Triton kernels, bit-identical to the reference.
+
+One launch covers all rows and all segments of one *format* (bits, block size, rounding, with or
+without levels); full-precision segments and the padding ride in the first. A table of *runs* says
+what each program does: a run is some whole blocks of one segment, or a piece of a full-precision
+segment. A block has a warp for every 1024 values, so common blocks need no barrier, and up to
+``MAX_TILE`` values it stays in registers and is read once. Imported at the first CUDA tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from qsdp.kernels.reference import level_thresholds
+from qsdp.kernels.triton_decode import decode_kernel, decode_sum_kernel
+from qsdp.kernels.triton_encode import SHIFT, STOCHASTIC, encode_kernel
+from qsdp.wire import META_BYTES, Segment, Span, WireLayout, code_bytes
+
+NAME = "triton"
+
+WARP_VALUES = 1024  # 32 a thread
+MAX_TILE = 4096  # larger blocks are read twice
+MAX_ALIGNMENT = 16
+ROUNDINGS = {"nearest": 0, "stochastic": STOCHASTIC.value, "shift": SHIFT.value}
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a kernel is specialised for."""
+
+    bits: int
+    block_size: int
+    rounding: int
+    levels: bool
+
+    @property
+    def tile(self) -> int:
+        """Lanes for one block, or for a piece of it."""
+        return min(int(triton.next_power_of_2(self.block_size)), MAX_TILE)
+
+    @property
+    def run(self) -> int:
+        """Lanes of a program."""
+        return max(self.tile, WARP_VALUES)
+
+    def options(self) -> dict[str, Any]:
+        """Compile-time arguments that all kernels share."""
+        return {
+            "BITS": self.bits,
+            "BLOCK_SIZE": self.block_size,
+            "BLOCKS": self.run // self.tile,
+            "TILE": self.tile,
+            "LEVELS": self.levels,
+            "num_warps": self.run // WARP_VALUES,
+            "enable_fp_fusion": False,
+        }
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One format's programs: the first ``num_raw`` runs of ``table`` are full precision."""
+
+    format: Format
+    table: torch.Tensor  # (num_programs, COLUMNS) int64
+    num_raw: int
+    thresholds: torch.Tensor  # int32, of all level tables of the format, one after another
+    levels: torch.Tensor  # float32, likewise
+    value_alignment: int  # the largest power of two, up to 16, that divides all offsets
+    code_alignment: int
+
+
+def encode(
+    values: torch.Tensor, layout: WireLayout, wire: torch.Tensor, *, key: int, first_row: int = 0
+) -> None:
+    """See :func:`qsdp.kernels.reference.encode`."""
+    key_halves = _signed(key), _signed(key >> 32)
+    with torch.cuda.device_of(wire):
+        for index, launch in enumerate(launches(layout, wire.device)):
+            encode_kernel[(len(launch.table), len(values))](
+                _words(values),
+                *(wire, launch.table, launch.thresholds),
+                *(launch.num_raw, layout.numel, layout.row_bytes),
+                layout.payload_bytes if index == 0 else layout.row_bytes,
+                *(*key_halves, first_row),
+                ROUNDING=launch.format.rounding,
+                BF16=values.dtype == torch.bfloat16,
+                **_alignments(launch, layout, value_rows=len(values), wire_rows=len(values)),
+                **launch.format.options(),
+            )
+
+
+def decode(wire: torch.Tensor, layout: WireLayout, values: torch.Tensor) -> None:
+    """See :func:`qsdp.kernels.reference.decode`."""
+    with torch.cuda.device_of(wire):
+        for launch in launches(layout, wire.device):
+            decode_kernel[_decode_grid(launch, len(values))](
+                _words(values),
+                *(wire, launch.table, launch.levels),
+                *(launch.num_raw, layout.numel, layout.row_bytes),
+                **_dtypes(layout, values),
+                **_alignments(launch, layout, value_rows=len(values), wire_rows=len(values)),
+                **launch.format.options(),
+            )
+
+
+def decode_sum(
+    wire: torch.Tensor,
+    layout: WireLayout,
+    out: torch.Tensor,
+    *,
+    multiply: float = 1.0,
+    divide: float = 1.0,
+) -> None:
+    """See :func:`qsdp.kernels.reference.decode_sum`."""
+    power_of_two = abs(math.frexp(divide)[0]) == 0.5 and abs(math.log2(abs(divide))) <= 126
+    with torch.cuda.device_of(wire):
+        for launch in launches(layout, wire.device):
+            decode_sum_kernel[_decode_grid(launch, 1)](
+                _words(out),
+                *(wire, launch.table, launch.levels),
+                *(launch.num_raw, len(wire), layout.row_bytes),
+                *(float(multiply), 1 / divide if power_of_two else float(divide)),
+                DIVIDE=not power_of_two,
+                **_dtypes(layout, out),
+                **_alignments(launch, layout, value_rows=1, wire_rows=len(wire)),
+                **launch.format.options(),
+            )
+
+
+def _decode_grid(launch: Launch, num_rows: int) -> tuple[int, int, int]:
+    return len(launch.table), num_rows, triton.cdiv(launch.format.block_size, MAX_TILE)
+
+
+def _signed(word: int) -> int:
+    """The low 32 bits as a signed number: always the same type, so the same compiled kernel."""
+    return (word & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
+
+
+def _words(values: torch.Tensor) -> torch.Tensor:
+    """bfloat16 as its bits: Triton's interpreter has no bfloat16 of its own."""
+    return values.view(torch.int16) if values.dtype == torch.bfloat16 else values
+
+
+def _dtypes(layout: WireLayout, values: torch.Tensor) -> dict[str, Any]:
+    raw = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.int16}
+    return {"RAW": raw[layout.dtype], "BF16": values.dtype == torch.bfloat16}
+
+
+def _alignments(
+    launch: Launch, layout: WireLayout, *, value_rows: int, wire_rows: int
+) -> dict[str, int]:
+    """What the compiler may assume of offsets: it decides how wide loads and stores are."""
+    row_numel = layout.numel if value_rows > 1 else 0
+    row_bytes = layout.row_bytes if wire_rows > 1 else 0
+    return {
+        "VALUE_ALIGNMENT": math.gcd(launch.value_alignment, row_numel),
+        "CODE_ALIGNMENT": math.gcd(launch.code_alignment, row_bytes),
+    }
+
+
+@lru_cache(maxsize=1024)
+def launches(layout: WireLayout, device: torch.device) -> tuple[Launch, ...]:
+    """What to launch for a layout, one a format; the tables are copied to ``device`` once."""
+    formats: dict[Format, list[tuple[int, Span]]] = {}
+    raw = []
+    for index, span in enumerate(layout.spans):
+        if span.segment.numel and span.segment.bits is None:
+            raw.append(span)
+        elif span.segment.numel:
+            formats.setdefault(_format(span.segment), []).append((index, span))
+    if raw and not formats:
+        formats[Format(8, 1024, 0, False)] = []
+    parts = []
+    for format_, spans in formats.items():
+        pieces = [
+            run for span in raw for run in _raw_runs(span, layout.dtype.itemsize, format_.run)
+        ]
+        parts.append(_launch(format_, spans, pieces, device))
+        raw = []
+    return tuple(parts)
+
+
+def _format(segment: Segment) -> Format:
+    assert segment.bits is not None
+    levels = segment.levels is not None
+    rounding = 0 if levels else ROUNDINGS[segment.rounding]  # levels know only the nearest
+    return Format(segment.bits, segment.block_size, rounding, levels)
+
+
+def _launch(
+    format_: Format, spans: list[tuple[int, Span]], raw: list[list[int]], device: torch.device
+) -> Launch:
+    tables: dict[tuple[float, ...], int] = {}  # and where each begins
+    runs = []
+    for index, span in spans:
+        levels = span.segment.levels
+        levels_at = tables.setdefault(levels, len(tables) << format_.bits) if levels else 0
+        runs += list(_block_runs(span, index, levels_at, format_.run // format_.tile))
+    thresholds = [[*level_thresholds(table).tolist(), 0] for table in tables]
+    return Launch(
+        format_,
+        torch.tensor(raw + runs, dtype=torch.int64).to(device),
+        len(raw),
+        torch.tensor(thresholds, dtype=torch.int32).to(device),
+        torch.tensor(list(tables), dtype=torch.float32).to(device),
+        math.gcd(MAX_ALIGNMENT, *(run[0] for run in runs)),
+        math.gcd(MAX_ALIGNMENT, *(run[3] for run in runs)),
+    )
+
+
+def _raw_runs(span: Span, itemsize: int, run: int) -> list[list[int]]:
+    """Runs of a full-precision segment; the code offset counts in elements."""
+    bounds = [*range(0, span.segment.numel, run), span.segment.numel]
+    return [
+        [span.value_offset + at, end - at, 0, span.data_offset // itemsize + at, 0, 0, 0, 0]
+        for at, end in pairwise(bounds)
+    ]
+
+
+def _block_runs(span: Span, segment_index: int, levels_at: int, blocks: int) -> Iterator[list[int]]:
+    """Runs of a quantized segment; the meta offset counts in float32."""
+    segment = span.segment
+    assert segment.bits is not None
+    bytes_a_block = code_bytes(segment.block_size, segment.bits)
+    for block in range(0, span.num_blocks, blocks):
+        at = block * segment.block_size
+        yield [
+            span.value_offset + at,
+            min(segment.numel - at, blocks * segment.block_size),
+            (span.meta_offset + block * META_BYTES) // 4,
+            span.data_offset + block * bytes_a_block,
+            block,
+            segment_index,
+            levels_at,
+            0,
+        ]
