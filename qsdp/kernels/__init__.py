@@ -48,7 +48,9 @@ class Backend(Protocol):
 
 def backend_for(device: torch.device) -> Backend:
     """The fastest backend that works for tensors on ``device``."""
-    return _cpu_backend() if device.type == "cpu" else reference
+    if device.type == "cpu":
+        return _cpu_backend()
+    return _triton_backend() if device.type == "cuda" else reference
 
 
 @lru_cache(maxsize=1)
@@ -60,3 +62,15 @@ def _cpu_backend() -> Backend:
         return cpu
     warnings.warn(f"{cpu.why_unavailable()}. The slow reference runs.", stacklevel=3)
     return reference
+
+
+@lru_cache(maxsize=1)
+def _triton_backend() -> Backend:
+    """The Triton kernels, also on ROCm; without Triton the reference and, once, a warning."""
+    try:
+        from qsdp.kernels import triton_gpu
+    except ImportError as error:
+        text = f"Triton is not there ({error}); install it: pip install triton."
+        warnings.warn(f"{text} The slow reference runs on the GPU.", stacklevel=3)
+        return reference
+    return triton_gpu
