@@ -472,9 +472,10 @@ def test_rank_that_dies_ends_the_run_and_leaves_the_checkpoint(tmp_path, text_fi
 
 @pytest.mark.ranks
 def test_error_on_every_rank_is_one_line(tmp_path, text_file):
-    """What only the ranks can find out: here, a pattern that matches no parameter."""
+    """What only the ranks can find out: here, a pattern that matches no parameter. The folder is
+    not taken for a run afterwards."""
     flags = small_flags(text_file, "--keep-full-precision", "*.nothing")
     status, out, err = finish(start(tmp_path / "run", *flags))
-    assert status == 1
+    assert status == 1 and not (tmp_path / "run" / "config.json").exists()
     assert "*.nothing" in err and err.count("qsdp train: error") == 1
     assert "Traceback" not in out + err

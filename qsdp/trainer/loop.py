@@ -86,6 +86,7 @@ def train(config: TrainConfig) -> None:
         start = Progress(0, 0.0)
         if resume is not None:
             start = _resume(resume, config, ranks, data, model, optimizer)
+        on_rank_zero(lambda: _write_config(config))
         metrics = None
         if ranks.rank == 0:
             metrics = Metrics(
@@ -104,23 +105,27 @@ def train(config: TrainConfig) -> None:
 
 
 def _prepare_folder(config: TrainConfig) -> Path | None:
-    """Make the run folder; returns the checkpoint to resume from. Equal on all ranks."""
+    """Make the run folder, empty for a fresh run; returns the checkpoint to resume from."""
     folder = config.run_folder
 
     def prepare() -> Path | None:
         resume = find_checkpoint(config.resume, folder / "checkpoints") if config.resume else None
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / RESULT).unlink(missing_ok=True)
         if resume is None:
             # By name: --folder may point at a folder that holds more than a run.
             for name in ("checkpoints", "data", "model", "tensorboard"):
                 shutil.rmtree(folder / name, ignore_errors=True)
-            (folder / METRICS).unlink(missing_ok=True)
+            for path in (folder / "config.json", folder / METRICS, *folder.glob("traceback-*")):
+                path.unlink(missing_ok=True)
         return resume
 
-    resume = on_rank_zero(prepare)
-    on_rank_zero(lambda: write_json(folder / "config.json", config.to_json()))
-    return resume
+    return on_rank_zero(prepare)
+
+
+def _write_config(config: TrainConfig) -> None:
+    """From here on the folder is this run's; a run that failed to start has not touched it."""
+    write_json(config.run_folder / "config.json", config.to_json())
+    (config.run_folder / RESULT).unlink(missing_ok=True)
 
 
 def _headline(run: Run, parameters: int, resume: Path | None) -> str:

@@ -87,7 +87,7 @@ class Metrics:
     def say(self, text: str) -> None:
         """A line for the user, above the progress bar where there is one."""
         if self._progress is not None:
-            self._console.print(text, markup=False)
+            self._console.print(text, markup=False, soft_wrap=True)
         else:
             print(text, flush=True)
 
