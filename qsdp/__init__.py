@@ -1,7 +1,11 @@
 """Quantized communication for PyTorch FSDP2 (QSDP: Markov, Vladu, Guo, Alistarh, ICML 2023)."""
 
-from qsdp.collectives import all_gather_quantized, reduce_scatter_quantized
-from qsdp.config import QSDPConfig
+from qsdp.collectives import (
+    all_gather_quantized,
+    all_reduce_quantized,
+    reduce_scatter_quantized,
+)
+from qsdp.config import IntraNode, QSDPConfig
 from qsdp.fsdp import apply_qsdp, comm_stats, observe_comms, remove_qsdp
 from qsdp.quantizer import Quantizer
 from qsdp.stats import CommStats
@@ -10,9 +14,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CommStats",
+    "IntraNode",
     "QSDPConfig",
     "Quantizer",
     "all_gather_quantized",
+    "all_reduce_quantized",
     "apply_qsdp",
     "comm_stats",
     "observe_comms",

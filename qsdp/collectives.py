@@ -6,7 +6,8 @@ partial sums never are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from qsdp.kernels import VALUE_DTYPES, backend_for
 from qsdp.kernels.philox import derive_key
 from qsdp.quantizer import Quantizer
 from qsdp.stats import CommMeter
-from qsdp.wire import WireLayout
+from qsdp.wire import WireLayout, wire_layout
 
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 
@@ -61,15 +62,14 @@ def all_gather_quantized(
     with meter.phase("encode", device):
         own = wire[rank : rank + 1]
         backend.encode(input.view(1, -1), layout, own, key=key, first_row=rank)
-    moved = (num_ranks - 1) * layout.row_bytes
     stock = (num_ranks - 1) * input.numel() * input.element_size()
-    meter.count(sent=moved, received=moved, stock=stock)
+    meter.count_rows(layout.row_bytes, num_ranks, stock=stock)
 
     def finish() -> None:
         with meter.phase("decode", device):
             backend.decode(wire, layout, output.view(num_ranks, -1))
 
-    works = _gather_rows(wire, rank, group)
+    works = exchange_rows(wire, rank, group)
     return _complete(works, finish, async_op, meter, device)
 
 
@@ -118,9 +118,8 @@ def reduce_scatter_quantized(
     with meter.phase("encode", device):
         rows = input.view(num_ranks, -1)
         backend.encode(rows, layout, wire_in, key=derive_key(key, rank))
-    moved = (num_ranks - 1) * layout.row_bytes
     stock = (num_ranks - 1) * output.numel() * input.element_size()
-    meter.count(sent=moved, received=moved, stock=stock)
+    meter.count_rows(layout.row_bytes, num_ranks, stock=stock)
 
     def finish() -> None:
         with meter.phase("decode", device):
@@ -128,6 +127,58 @@ def reduce_scatter_quantized(
 
     work = dist.all_to_all_single(wire_out.view(-1), wire_in.view(-1), group=group, async_op=True)
     return _complete([work], finish, async_op, meter, device)
+
+
+def all_reduce_quantized(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    quantizer: Quantizer | WireLayout,
+    op: ReduceOp = dist.ReduceOp.AVG,
+    key: int = 0,
+    meter: CommMeter | None = None,
+) -> None:
+    """All-reduce in place that moves quantized values: our reduce-scatter, then our all-gather.
+
+    Each segment is cut into one piece a rank, padded with zeros to equal sizes. Contributions are
+    quantized once, then their sum once, so all ranks end with bit-identical values.
+
+    Args:
+        tensor: (numel,) float32, bfloat16 or float16, contiguous; equal size on all ranks.
+        quantizer: for the whole tensor, or the layout of its segments.
+        op, key, meter: as for :func:`reduce_scatter_quantized`.
+
+    Raises:
+        ValueError, TypeError: as :func:`reduce_scatter_quantized`.
+    """
+    group = _group_or_default(group)
+    num_ranks = dist.get_world_size(group)
+    whole = _layout_for(quantizer, tensor)
+    pieces = wire_layout(
+        tuple(replace(s.segment, numel=-(-s.segment.numel // num_ranks)) for s in whole.spans),
+        tensor.dtype,
+    )
+    rows = tensor.new_zeros(num_ranks, pieces.numel)
+
+    def spans() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each segment of ``tensor`` and its pieces, a rank a row."""
+        for span, piece in zip(whole.spans, pieces.spans, strict=True):
+            end = span.value_offset + span.segment.numel
+            width = slice(piece.value_offset, piece.value_offset + piece.segment.numel)
+            yield tensor[span.value_offset : end], rows[:, width]
+
+    for segment, cut in spans():
+        padded = torch.nn.functional.pad(segment, (0, cut.numel() - segment.numel()))
+        cut.copy_(padded.view(cut.shape))
+    own = rows.new_empty(pieces.numel)
+    reduce_scatter_quantized(
+        own, rows.view(-1), group, quantizer=pieces, op=op, key=key, meter=meter
+    )
+    all_gather_quantized(
+        rows.view(-1), own, group, quantizer=pieces, key=derive_key(key, 1), meter=meter
+    )
+    for segment, cut in spans():
+        segment.copy_(cut.reshape(-1)[: segment.numel()])
 
 
 def reduce_factors(op: ReduceOp, num_ranks: int) -> tuple[float, float]:
@@ -182,8 +233,12 @@ def _complete(
     return None
 
 
-def _gather_rows(wire: torch.Tensor, rank: int, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start exchanging the rows of ``wire`` in place; ``wire[rank]`` is this rank's own."""
+def exchange_rows(wire: torch.Tensor, rank: int, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Start an all-gather of the rows of ``wire`` in place; ``wire[rank]`` is this rank's own.
+
+    Args:
+        wire: (num_ranks, row_bytes) uint8, contiguous; complete once the returned works are waited.
+    """
     num_ranks = wire.shape[0]
     if num_ranks == 1 or wire.numel() == 0:
         return []

@@ -11,6 +11,29 @@ FULL_PRECISION = 32
 
 
 @dataclass(frozen=True)
+class IntraNode:
+    """Two-level collectives, for nodes with several ranks of an FSDP group.
+
+    Attributes:
+        ranks: of the group in each node, consecutive in it; at least 2.
+        gradients: quantizer inside the node, or None for the gradients' own dtype there.
+
+    Raises:
+        TypeError, ValueError: a field of the wrong type or out of range.
+    """
+
+    ranks: int
+    gradients: Quantizer | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ranks, int) or isinstance(self.ranks, bool) or self.ranks < 2:
+            raise ValueError(
+                f"IntraNode(ranks=...) must be an integer of at least 2, got {self.ranks!r}"
+            )
+        _require_quantizer("IntraNode", "gradients", self.gradients)
+
+
+@dataclass(frozen=True)
 class QSDPConfig:
     """Configuration of quantized communication; must be equal on all ranks.
 
@@ -22,6 +45,10 @@ class QSDPConfig:
         keep_full_precision: glob patterns over parameter names (``"*.wte.*"``) that travel in full
             precision too. Each must match a parameter.
         seed: of the random rounding, 64 bits.
+        intra_node: two-level collectives, or None for flat ones. What crosses between nodes is
+            quantized by ``weights`` and ``gradients``; each rank's part leaves its node once.
+        all_reduce: quantizer of the all-reduce of gradients between HSDP's replicas, or None for
+            FSDP2's own; other models must leave it None.
 
     Raises:
         TypeError, ValueError: a field of the wrong type or out of range.
@@ -32,14 +59,17 @@ class QSDPConfig:
     min_numel: int = 1024
     keep_full_precision: tuple[str, ...] = ()
     seed: int = 0
+    intra_node: IntraNode | None = None
+    all_reduce: Quantizer | None = None
 
     def __post_init__(self) -> None:
-        for name in ("weights", "gradients"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, Quantizer):
-                raise TypeError(
-                    f"QSDPConfig({name}=...) must be a qsdp.Quantizer or None, got {value!r}"
-                )
+        for name in ("weights", "gradients", "all_reduce"):
+            _require_quantizer("QSDPConfig", name, getattr(self, name))
+        if self.intra_node is not None and not isinstance(self.intra_node, IntraNode):
+            raise TypeError(
+                "QSDPConfig(intra_node=...) must be a qsdp.IntraNode or None, "
+                f"got {self.intra_node!r}"
+            )
         for name, top in (("min_numel", 2**63), ("seed", 2**64)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < top:
@@ -77,3 +107,8 @@ class QSDPConfig:
                 None if gradients == FULL_PRECISION else Quantizer(gradients, rounding="stochastic")
             ),
         )
+
+
+def _require_quantizer(owner: str, name: str, value: object) -> None:
+    if value is not None and not isinstance(value, Quantizer):
+        raise TypeError(f"{owner}({name}=...) must be a qsdp.Quantizer or None, got {value!r}")

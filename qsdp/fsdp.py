@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,24 +12,20 @@ import torch.distributed as dist
 from torch import nn
 
 from qsdp.agreement import require_agreement
-from qsdp.buffers import pool
-from qsdp.collectives import ReduceOp, all_gather_quantized, reduce_scatter_quantized
-from qsdp.config import QSDPConfig
-from qsdp.kernels import VALUE_DTYPES
-from qsdp.kernels.philox import derive_key
-from qsdp.quantizer import Quantizer
-from qsdp.stats import CommMeter, CommStats
-from qsdp.units import (
-    AllGather,
-    DefaultAllGather,
-    DefaultReduceScatter,
-    ReduceScatter,
-    Unit,
-    find_units,
+from qsdp.comms import (
+    ObservedAllGather,
+    ObservedReduceScatter,
+    QuantizedAllGather,
+    QuantizedAllReduce,
+    QuantizedReduceScatter,
 )
-from qsdp.wire import Segment, wire_layout
+from qsdp.config import QSDPConfig
+from qsdp.kernels.philox import derive_key
+from qsdp.stats import CommStats
+from qsdp.two_level import NodeGroups, check_node_size, make_node_groups
+from qsdp.units import DefaultAllGather, DefaultReduceScatter, Unit, find_units
 
-_WEIGHTS, _GRADIENTS = 0, 1  # directions, for keys
+_WEIGHTS, _GRADIENTS, _ALL_REDUCE = 0, 1, 2  # for keys
 
 
 def apply_qsdp(model: nn.Module, config: QSDPConfig) -> nn.Module:
@@ -62,6 +57,7 @@ def apply_qsdp(model: nn.Module, config: QSDPConfig) -> nn.Module:
     _check_comms(units)
     try:
         quantized = _quantized_names(units, config)
+        _check_topology(units, config)
     except ValueError as raised:
         error, quantized = str(raised), set()
     facts = _facts(config, units, quantized)
@@ -71,15 +67,36 @@ def apply_qsdp(model: nn.Module, config: QSDPConfig) -> nn.Module:
     remove_qsdp(model)
     for unit in units:
         unit.quantized = tuple(name in quantized for name in unit.names)
-        if config.weights is not None:
-            key = derive_key(config.seed, _WEIGHTS, unit.index)
-            unit.module.set_custom_all_gather(QuantizedAllGather(unit, config.weights, key))
-        if config.gradients is not None:
-            key = derive_key(config.seed, _GRADIENTS, unit.index, dist.get_rank())
-            unit.module.set_custom_reduce_scatter(
-                QuantizedReduceScatter(unit, config.gradients, key)
-            )
+        _install(unit, config)
     return model
+
+
+def _install(unit: Unit, config: QSDPConfig) -> None:
+    nodes, intra = None, None
+    if config.intra_node is not None:
+        nodes, intra = (
+            _node_groups(unit.group, config.intra_node.ranks),
+            config.intra_node.gradients,
+        )
+    if config.weights is not None:
+        key = derive_key(config.seed, _WEIGHTS, unit.index)
+        unit.module.set_custom_all_gather(QuantizedAllGather(unit, config.weights, key, nodes))
+    key = derive_key(config.seed, _GRADIENTS, unit.index, dist.get_rank())
+    if config.gradients is not None:
+        unit.module.set_custom_reduce_scatter(
+            QuantizedReduceScatter(unit, config.gradients, key, nodes, intra)
+        )
+    if config.all_reduce is not None:
+        # Equal on all replicas of a shard: they must agree on the bits of the final gather.
+        key = derive_key(config.seed, _ALL_REDUCE, unit.index, dist.get_rank(unit.group))
+        unit.module.set_all_reduce_hook(QuantizedAllReduce(unit, config.all_reduce, key))
+        unit.hide_replicas()
+
+
+@lru_cache(maxsize=64)
+def _node_groups(group: dist.ProcessGroup, ranks: int) -> NodeGroups:
+    """Made once for a group: applying a configuration again makes no new groups."""
+    return make_node_groups(group, ranks)
 
 
 def remove_qsdp(model: nn.Module) -> nn.Module:
@@ -90,10 +107,13 @@ def remove_qsdp(model: nn.Module) -> nn.Module:
     """
     for unit in find_units(model):
         unit.module.reshard()
-        if isinstance(comm := unit.fsdp_group._all_gather_comm, _AllGatherComm):
+        if isinstance(comm := unit.fsdp_group._all_gather_comm, ObservedAllGather):
             unit.module.set_custom_all_gather(comm.stock)
-        if isinstance(scatter := unit.fsdp_group._reduce_scatter_comm, _ReduceScatterComm):
+        if isinstance(scatter := unit.fsdp_group._reduce_scatter_comm, ObservedReduceScatter):
             unit.module.set_custom_reduce_scatter(scatter.stock)
+        if isinstance(unit.fsdp_group._all_reduce_hook, QuantizedAllReduce):
+            unit.fsdp_group._all_reduce_hook = None
+            unit.show_replicas()
     return model
 
 
@@ -106,10 +126,10 @@ def observe_comms(model: nn.Module) -> nn.Module:
     units = find_units(model)
     _check_comms(units)
     for unit in units:
-        if not isinstance(unit.fsdp_group._all_gather_comm, _AllGatherComm):
-            unit.module.set_custom_all_gather(_AllGatherComm(unit))
-        if not isinstance(unit.fsdp_group._reduce_scatter_comm, _ReduceScatterComm):
-            unit.module.set_custom_reduce_scatter(_ReduceScatterComm(unit))
+        if not isinstance(unit.fsdp_group._all_gather_comm, ObservedAllGather):
+            unit.module.set_custom_all_gather(ObservedAllGather(unit))
+        if not isinstance(unit.fsdp_group._reduce_scatter_comm, ObservedReduceScatter):
+            unit.module.set_custom_reduce_scatter(ObservedReduceScatter(unit))
     return model
 
 
@@ -124,168 +144,52 @@ def comm_stats(model: nn.Module, reset: bool = False) -> CommStats:
     Raises:
         ValueError: nothing of qsdp is installed on ``model``.
     """
-    total, found = CommStats(), False
+    found = []
     for unit in find_units(model):
         gather, scatter = unit.fsdp_group._all_gather_comm, unit.fsdp_group._reduce_scatter_comm
-        if isinstance(gather, _AllGatherComm):
-            found, total = True, total + _read(gather.meter, "all_gather", reset)
-        if isinstance(scatter, _ReduceScatterComm):
-            found, total = True, total + _read(scatter.meter, "reduce_scatter", reset)
+        hook = unit.fsdp_group._all_reduce_hook
+        if isinstance(gather, ObservedAllGather):
+            found.append(_read(gather, "all_gather", reset))
+        if isinstance(scatter, ObservedReduceScatter):
+            found.append(_read(scatter, "reduce_scatter", reset))
+        if isinstance(hook, QuantizedAllReduce):
+            found.append(_read(hook, "all_reduce", reset))
     if not found:
         raise ValueError(
             "comm_stats found no collective of qsdp on this model: call apply_qsdp (with weights "
             "or gradients quantized) or observe_comms on it first"
         )
-    return total
-
-
-class _AllGatherComm(AllGather):
-    """FSDP2's own all-gather, counted and timed."""
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.stock: AllGather = unit.fsdp_group._all_gather_comm
-        self.meter = CommMeter()
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return self.stock.allocate(size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        num_bytes = input_tensor.numel() * input_tensor.element_size()
-        _count_stock(self.meter, num_bytes, group)
-        with self.meter.phase("network", input_tensor.device):
-            return self.stock(output_tensor, input_tensor, group, async_op)
-
-
-class _ReduceScatterComm(ReduceScatter):
-    """FSDP2's own reduce-scatter, counted and timed."""
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.stock: ReduceScatter = unit.fsdp_group._reduce_scatter_comm
-        self.meter = CommMeter()
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return self.stock.allocate(size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: ReduceOp,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        _count_stock(self.meter, output_tensor.numel() * output_tensor.element_size(), group)
-        with self.meter.phase("network", input_tensor.device):
-            return self.stock(output_tensor, input_tensor, group, op, async_op)
-
-
-class QuantizedAllGather(_AllGatherComm):
-    """All-gather of quantized weights.
-
-    Equal weights give equal wire bytes however often they are gathered (see philox.py), so forward,
-    backward and all micro-batches between two optimizer steps see the same decoded weights.
-    """
-
-    def __init__(self, unit: Unit, quantizer: Quantizer, key: int) -> None:
-        super().__init__(unit)
-        self.quantizer, self.key = quantizer, key
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return pool.take(int(size[0]), dtype, device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        # Another group: with reshard_after_forward=<int> the backward gather runs on a smaller
-        # one, over values that the forward decoded. Quantizing those again would change them.
-        # Another dtype: uint8 is a buffer that somebody else has packed.
-        if group is not self.unit.group or input_tensor.dtype not in VALUE_DTYPES:
-            return super().__call__(output_tensor, input_tensor, group, async_op)
-        layout = self.unit.all_gather_layout(
-            input_tensor.numel(), self.quantizer, input_tensor.dtype
-        )
-        return all_gather_quantized(
-            output_tensor,
-            input_tensor,
-            group,
-            quantizer=layout,
-            key=self.key,
-            async_op=async_op,
-            meter=self.meter,
-        )
-
-
-class QuantizedReduceScatter(_ReduceScatterComm):
-    """Reduce-scatter of quantized gradients."""
-
-    def __init__(self, unit: Unit, quantizer: Quantizer, key: int) -> None:
-        super().__init__(unit)
-        self.quantizer, self.key = quantizer, key
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return pool.take(int(size[0]), dtype, device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: ReduceOp,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        layout = None
-        if input_tensor.dtype in VALUE_DTYPES:
-            layout = self.unit.reduce_scatter_layout(
-                output_tensor.numel(), self.quantizer, input_tensor.dtype
-            )
-        if layout is None:
-            # Every rank takes this branch together: it follows from sizes and dtypes alone.
-            _warn_full_precision(self.unit, input_tensor)
-            layout = wire_layout((Segment(output_tensor.numel()),), input_tensor.dtype)
-            if input_tensor.dtype not in VALUE_DTYPES:
-                return super().__call__(output_tensor, input_tensor, group, op, async_op)
-        return reduce_scatter_quantized(
-            output_tensor,
-            input_tensor,
-            group,
-            quantizer=layout,
-            op=op,
-            key=self.key,
-            async_op=async_op,
-            meter=self.meter,
-        )
+    return sum(found, CommStats())
 
 
 def _check_comms(units: list[Unit]) -> None:
     for unit in units:
         for comm in (unit.fsdp_group._all_gather_comm, unit.fsdp_group._reduce_scatter_comm):
-            ours = isinstance(comm, _AllGatherComm | _ReduceScatterComm)
+            ours = isinstance(comm, ObservedAllGather | ObservedReduceScatter)
             if not ours and type(comm) not in (DefaultAllGather, DefaultReduceScatter):
                 raise ValueError(
                     f"module {unit.path} already has the custom collective {type(comm).__name__}: "
                     "do not combine qsdp with set_custom_all_gather, set_custom_reduce_scatter, "
                     "set_symm_mem_for_comm or set_allocate_memory_from_process_group_for_comm"
                 )
+
+
+def _check_topology(units: list[Unit], config: QSDPConfig) -> None:
+    """Raises ValueError where ``config`` asks for nodes or replicas that the model has not."""
+    for unit in units:
+        if config.intra_node is not None:
+            check_node_size(dist.get_world_size(unit.group), config.intra_node.ranks)
+        if config.all_reduce is not None and unit.replicate_group is None:
+            raise ValueError(
+                f"QSDPConfig(all_reduce=...) is for HSDP and module {unit.path} has no replicas: "
+                "pass fully_shard a two-dimensional mesh, or set all_reduce=None"
+            )
+        hook = unit.fsdp_group._all_reduce_hook
+        if config.all_reduce is not None and hook and not isinstance(hook, QuantizedAllReduce):
+            raise ValueError(
+                f"module {unit.path} already has an all-reduce hook: do not combine "
+                "QSDPConfig(all_reduce=...) with set_all_reduce_hook"
+            )
 
 
 def _quantized_names(units: list[Unit], config: QSDPConfig) -> set[str]:
@@ -327,15 +231,14 @@ def _facts(config: QSDPConfig, units: list[Unit], quantized: set[str]) -> dict[s
     }
 
 
-def _count_stock(meter: CommMeter, row_bytes: int, group: dist.ProcessGroup) -> None:
-    moved = row_bytes * (dist.get_world_size(group) - 1)
-    meter.count(sent=moved, received=moved, stock=moved)
-
-
-def _read(meter: CommMeter, collective: str, reset: bool) -> CommStats:
+def _read(
+    comm: ObservedAllGather | ObservedReduceScatter | QuantizedAllReduce, name: str, reset: bool
+) -> CommStats:
+    meter = comm.meter
     stats = CommStats(
-        **{f"{collective}_sent": meter.sent, f"{collective}_received": meter.received},
-        **{f"stock_{collective}": meter.stock},
+        **{f"{name}_sent": meter.sent, f"{name}_received": meter.received},
+        **{f"stock_{name}": meter.stock},
+        inter_node_sent=meter.inter_node,
         encode_s=meter.seconds("encode"),
         decode_s=meter.seconds("decode"),
         network_s=meter.seconds("network"),
@@ -343,12 +246,3 @@ def _read(meter: CommMeter, collective: str, reset: bool) -> CommStats:
     if reset:
         meter.reset()
     return stats
-
-
-def _warn_full_precision(unit: Unit, buffer: torch.Tensor) -> None:
-    warnings.warn(
-        f"qsdp: gradients of {unit.names[0]} and {len(unit.names) - 1} more travel in full "
-        f"precision: FSDP2 reduces {buffer.numel()} values of {buffer.dtype}, and which parameters "
-        "these are is not clear",
-        stacklevel=3,
-    )

@@ -21,7 +21,11 @@ try:
         DefaultAllGather,
         DefaultReduceScatter,
     )
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        DataParallelMeshInfo,
+        FSDPMeshInfo,
+        HSDPMeshInfo,
+    )
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 except ImportError as error:
@@ -42,6 +46,9 @@ __all__ = [
     "find_units",
     "subsequences_of_size",
 ]
+
+# Where a parameter group keeps its mesh while its replicas are hidden from FSDP2.
+_OWN_MESH_INFO = "_qsdp_mesh_info"
 
 # Names that wrappers put into a parameter's path.
 _WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -83,12 +90,40 @@ class Unit:
         return mesh_info.shard_process_group
 
     @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """With HSDP, the ranks that hold the same shard."""
+        mesh_info = self._own_mesh_info()
+        return mesh_info.replicate_process_group if isinstance(mesh_info, HSDPMeshInfo) else None
+
+    @property
     def all_groups(self) -> list[dist.ProcessGroup]:
         """The group of the shards, and with HSDP that of the replicas."""
-        mesh_info = self.fsdp_group.mesh_info
-        if isinstance(mesh_info, HSDPMeshInfo):
-            return [self.group, mesh_info.replicate_process_group]
-        return [self.group]
+        return [self.group, *([self.replicate_group] if self.replicate_group else [])]
+
+    def hide_replicas(self) -> None:
+        """Make FSDP2 treat an HSDP parameter group as if it had no replicas, to reduce nothing."""
+        own = self._own_mesh_info()
+        assert isinstance(own, HSDPMeshInfo)
+        hidden = FSDPMeshInfo(
+            own.mesh,
+            shard_mesh_dim=own.shard_mesh_dim,
+            dp_mesh_dims=own.dp_mesh_dims,
+            spmd_mesh=own.spmd_mesh,
+        )
+        hidden.reduce_scatter_process_group = own.reduce_scatter_process_group
+        vars(self.fsdp_group)[_OWN_MESH_INFO] = own
+        self.fsdp_group.mesh_info = hidden
+
+    def show_replicas(self) -> None:
+        """Undo :meth:`hide_replicas`."""
+        self.fsdp_group.mesh_info = self._own_mesh_info()
+        vars(self.fsdp_group).pop(_OWN_MESH_INFO, None)
+
+    def _own_mesh_info(self) -> DataParallelMeshInfo:
+        own: DataParallelMeshInfo = vars(self.fsdp_group).get(
+            _OWN_MESH_INFO, self.fsdp_group.mesh_info
+        )
+        return own
 
     @property
     def device(self) -> torch.device:

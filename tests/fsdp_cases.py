@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
@@ -572,7 +575,94 @@ def case_apply_again_replaces_and_remove_restores(rank: int) -> None:
     assert train(stock, rank, 3) == train(model, rank, 3)
 
 
+# Four ranks: nodes and replicas ------------------------------------------------------------------
+
+
+def four_case_two_level(rank: int) -> None:
+    """Two nodes of two: the flat gather's weights bit for bit, half the bytes between nodes."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # as torchrun says; flat collectives count by it
+    weights, inter, gradients = {}, {}, {}
+    for name, intra in (
+        ("flat", None),
+        ("raw inside", qsdp.IntraNode(2)),
+        ("8 bit inside", qsdp.IntraNode(2, Quantizer(8, rounding="stochastic"))),
+    ):
+        config = QSDPConfig(gradients=Quantizer(4, rounding="stochastic"), intra_node=intra)
+        model = qsdp.apply_qsdp(build(), config)
+        with unsharded(model) as weights[name]:
+            assert same_on_all_ranks(weights[name])
+        qsdp.comm_stats(model, reset=True)
+        loss_of(model, batch(rank, 0)).backward()
+        stats = qsdp.comm_stats(model)
+        inter[name] = stats.inter_node_sent
+        assert 0 < stats.inter_node_sent < stats.sent
+        assert all(math.isfinite(loss) for loss in train(model, rank, 2))
+        exact_weights = qsdp.apply_qsdp(build(), replace(config, weights=None))
+        loss_of(exact_weights, batch(rank, 0)).backward()
+        gradients[name] = [p.grad.to_local() for p in exact_weights.parameters()]
+    del os.environ["LOCAL_WORLD_SIZE"]
+    for name in ("raw inside", "8 bit inside"):
+        assert all(torch.equal(weights["flat"][k], weights[name][k]) for k in weights["flat"])
+        assert 0.49 < inter[name] / inter["flat"] < 0.52, inter
+    stock = build()
+    loss_of(stock, batch(rank, 0)).backward()
+    exact = [p.grad.to_local() for p in stock.parameters()]
+    for name, found in gradients.items():
+        for e, g, p in zip(exact, found, stock.parameters(), strict=True):
+            widest = 2 * 4 * p.grad.to_local().abs().max()
+            dist.all_reduce(widest, op=dist.ReduceOp.MAX)
+            bound = widest * (1 / 15 + 1 / 255) if p.ndim > 1 else widest * 2.0**-20
+            assert (e - g).abs().max() <= bound, name
+    raises_everywhere(
+        lambda: qsdp.apply_qsdp(build(), QSDPConfig(intra_node=qsdp.IntraNode(3))),
+        "IntraNode(ranks=3) does not divide the 4 ranks",
+    )
+
+
+def four_case_hsdp(rank: int) -> None:
+    """Replicas stay bit-identical; the all-reduce between them is quantized on request."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    config = QSDPConfig(all_reduce=Quantizer(8, rounding="stochastic"))
+    exact = QSDPConfig(weights=None)
+    stock, plain = build(mesh=mesh), qsdp.apply_qsdp(build(mesh=mesh), exact)
+    both = qsdp.apply_qsdp(build(mesh=mesh), replace(config, weights=None))
+    for model in (stock, plain, both):
+        for micro in range(2):  # accumulates the first micro-batch without all-reduce
+            model.set_requires_all_reduce(micro == 1)
+            loss_of(model, batch(rank, micro)).backward()
+    for name, e, g, h in zip(
+        dict(stock.named_parameters()),
+        *([p.grad.to_local() for p in m.parameters()] for m in (stock, plain, both)),
+        strict=True,
+    ):
+        widest = 2 * 4 * 2 * e.abs().max()
+        dist.all_reduce(widest, op=dist.ReduceOp.MAX)
+        assert (e - g).abs().max() <= 2 * widest / 255, name
+        assert (e - h).abs().max() <= 4 * widest / 255, name
+    stats = qsdp.comm_stats(both)
+    assert 3 < stats.stock_all_reduce / stats.all_reduce_sent < 4
+    assert qsdp.comm_stats(plain).all_reduce_sent == 0
+    qsdp.apply_qsdp(plain, QSDPConfig())
+    qsdp.apply_qsdp(both, config)
+    for model in (plain, both):
+        model.zero_grad()
+        train(model, rank, 3)
+        mine = torch.cat([p.to_local().flatten() for p in model.parameters()])
+        theirs = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(theirs, mine, group=mesh.get_group("replicate"))
+        assert torch.equal(*theirs), "replicas differ"
+        with unsharded(model) as weights:
+            assert same_on_all_ranks(weights)
+    qsdp.remove_qsdp(both)
+    fresh = build(mesh=mesh)
+    for m in (fresh, both):
+        m.load_state_dict(stock.state_dict())
+    assert train(fresh, rank, 2) == train(both, rank, 2), "FSDP2's own all-reduce is back"
+    raises_everywhere(lambda: qsdp.apply_qsdp(build(), config), "has no replicas")
+
+
 CASES = {name: fn for name, fn in list(globals().items()) if name.startswith("case_")}
+FOUR = {name: fn for name, fn in list(globals().items()) if name.startswith("four_case_")}
 
 
 def run_cases(rank: int, names: tuple[str, ...]) -> dict[str, str | None]:
@@ -580,7 +670,7 @@ def run_cases(rank: int, names: tuple[str, ...]) -> dict[str, str | None]:
     results: dict[str, str | None] = {}
     for name in names:
         try:
-            CASES[name](rank)
+            (CASES | FOUR)[name](rank)
             results[name] = None
         except Exception:
             results[name] = traceback.format_exc()

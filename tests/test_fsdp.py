@@ -1,9 +1,9 @@
-"""FSDP2 with quantized communication against stock FSDP2, on two and on three gloo ranks."""
+"""FSDP2 with quantized communication against stock FSDP2, on two, three and four gloo ranks."""
 
 from __future__ import annotations
 
 import pytest
-from fsdp_cases import CASES, run_cases
+from fsdp_cases import CASES, FOUR, run_cases
 from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -30,6 +30,11 @@ def three_ranks() -> list[dict[str, str | None]]:
     return run_ranks(run_cases, 3, ON_THREE_RANKS)
 
 
+@pytest.fixture(scope="module")
+def four_ranks() -> list[dict[str, str | None]]:
+    return run_ranks(run_cases, 4, tuple(FOUR))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_on_two_ranks(two_ranks: list[dict[str, str | None]], name: str) -> None:
     for rank, results in enumerate(two_ranks):
@@ -39,4 +44,10 @@ def test_on_two_ranks(two_ranks: list[dict[str, str | None]], name: str) -> None
 @pytest.mark.parametrize("name", ON_THREE_RANKS)
 def test_on_three_ranks(three_ranks: list[dict[str, str | None]], name: str) -> None:
     for rank, results in enumerate(three_ranks):
+        assert results[name] is None, f"rank {rank}:\n{results[name]}"
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_on_four_ranks(four_ranks: list[dict[str, str | None]], name: str) -> None:
+    for rank, results in enumerate(four_ranks):
         assert results[name] is None, f"rank {rank}:\n{results[name]}"

@@ -19,7 +19,8 @@ LAYERS = (
     {"quantizer"},
     {"stats", "buffers", "config", "agreement"},
     {"collectives"},
-    {"units"},
+    {"two_level", "units"},
+    {"comms"},
     {"fsdp"},
     {""},  # the package itself: public names
     {"trainer", "bench", "check"},
