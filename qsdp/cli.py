@@ -7,6 +7,7 @@ and RuntimeError are for the user: one line on stderr and exit status 1.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 COMMANDS = {
@@ -29,6 +30,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         status: int = module.run(rest)
         return status
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError, RuntimeError) as error:
         print(f"qsdp {name}: error: {error}", file=sys.stderr)
         return 1

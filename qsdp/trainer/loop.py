@@ -26,7 +26,7 @@ from qsdp.trainer.data import Data, prepare_data, vocabulary_digest
 from qsdp.trainer.evaluate import master_validation_loss, token_losses, validation_loss
 from qsdp.trainer.export import Weights, export_model
 from qsdp.trainer.launch import STOP_FILE
-from qsdp.trainer.metrics import METRICS, Metrics, read_metrics, step_medians, write_json
+from qsdp.trainer.metrics import METRICS, RESULT, Metrics, read_metrics, step_medians, write_json
 from qsdp.trainer.model import (
     build_model,
     build_optimizer,
@@ -37,13 +37,14 @@ from qsdp.trainer.model import (
 )
 from qsdp.trainer.ranks import Ranks, SharedError, on_rank_zero, process_group, together
 
-RESULT = "result.json"
-
 # Settings that another part of the same training may differ in.
 _FREE_ON_RESUME = {
     "folder", "overwrite", "resume", "nproc", "device", "timeout", "log_every", "eval_every",
     "eval_windows", "final_eval_windows", "checkpoint_every", "keep_checkpoints", "export",
 }  # fmt: skip
+
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Run(NamedTuple):
@@ -87,18 +88,12 @@ def train(config: TrainConfig) -> None:
         if resume is not None:
             start = _resume(resume, config, ranks, data, model, optimizer)
         on_rank_zero(lambda: _write_config(config))
-        metrics = None
-        if ranks.rank == 0:
-            metrics = Metrics(
-                config.run_folder,
-                total_steps=config.steps,
-                resume_step=start.step,
-                log_every=config.log_every,
-            )
+        metrics = together(lambda: _open_metrics(config, ranks, start))
         run = Run(config, ranks, data, model, optimizer, metrics)
         run.say(_headline(run, parameters, resume))
         end = _take_steps(run, start, stop)
         if end.step == config.steps:
+            stop.release()
             _finish(run, end, parameters)
         if metrics is not None:
             metrics.close()
@@ -126,6 +121,17 @@ def _write_config(config: TrainConfig) -> None:
     """From here on the folder is this run's; a run that failed to start has not touched it."""
     write_json(config.run_folder / "config.json", config.to_json())
     (config.run_folder / RESULT).unlink(missing_ok=True)
+
+
+def _open_metrics(config: TrainConfig, ranks: Ranks, start: Progress) -> Metrics | None:
+    if ranks.rank != 0:
+        return None
+    return Metrics(
+        config.run_folder,
+        total_steps=config.steps,
+        resume_step=start.step,
+        log_every=config.log_every,
+    )
 
 
 def _headline(run: Run, parameters: int, resume: Path | None) -> str:
@@ -354,8 +360,14 @@ class _StopRequest:
     def __init__(self, stop_file: Path) -> None:
         self._stop_file = stop_file
         self._signalled = False
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _STOP_SIGNALS:
             signal.signal(number, self._on_signal)
+
+    def release(self) -> None:
+        """No step is left to stop after: from now on a signal ends the process."""
+        self._stop_file.unlink(missing_ok=True)
+        for number in _STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
 
     def requested(self) -> bool:
         return self._signalled or self._stop_file.exists()

@@ -23,6 +23,7 @@ from rich.progress import (
 )
 
 METRICS = "metrics.jsonl"
+RESULT = "result.json"
 SPLIT = ("compute_s", "encode_s", "decode_s", "network_s")
 _WARM_UP = 3  # steps that allocate buffers and start threads, left out of medians
 

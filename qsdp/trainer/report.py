@@ -15,9 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from qsdp.trainer.metrics import METRICS, format_bytes, read_metrics, step_medians
-
-RESULT = "result.json"
+from qsdp.trainer.metrics import METRICS, RESULT, format_bytes, read_metrics, step_medians
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
