@@ -47,7 +47,6 @@ def build_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreT
             )
         )
     _check_fits(model, config, tokenizer)
-    model.config.use_cache = False
     return model
 
 
