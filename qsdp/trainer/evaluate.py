@@ -20,7 +20,8 @@ from qsdp.trainer.tokenizer import Tokens
 
 def token_losses(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of each next token, float32; `batch` is (sequences, length + 1)."""
-    logits = model(input_ids=batch[:, :-1], use_cache=False).logits  # (sequences, length, vocabulary)
+    # (sequences, length, vocabulary)
+    logits = model(input_ids=batch[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
 
 
