@@ -1,0 +1,215 @@
+"""`qsdp check`: which backend runs, why, and whether it gives the reference's bytes here.
+
+:func:`mismatches` is the comparison itself, which the tests and the benchmark use as well. The
+reference always runs on the CPU: that is the specification.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import platform
+import time
+import warnings
+from typing import NamedTuple
+
+import torch
+
+from qsdp.kernels import VALUE_DTYPES, Backend, backend_for, reference
+from qsdp.wire import Segment, WireLayout, wire_layout
+
+KEY = 0x0123456789ABCDEF
+FIRST_ROW = 3
+ROUNDINGS = ("nearest", "stochastic", "shift", "levels")
+BITS = range(2, 9)
+FACTORS = (
+    {"multiply": 0.3, "divide": 3.0},
+    {"multiply": 1.0, "divide": 1.0},
+    {"multiply": 1.0, "divide": 4.0},
+)
+
+
+class Comparison(NamedTuple):
+    """What :func:`compare` found."""
+
+    cases: int
+    differences: list[str]
+
+
+def mismatches(
+    backend: Backend, layout: WireLayout, values: torch.Tensor, device: torch.device
+) -> list[str]:
+    """Run every operation in ``backend`` and in the reference; name those that differ.
+
+    Args:
+        values: (num_rows, layout.numel) on the CPU.
+        device: where the backend runs.
+
+    Wire bytes must be equal; values too, bit for bit, except that any NaN equals any other.
+    Buffers are filled with noise before, so what is not written shows.
+    """
+    num_rows, found = len(values), []
+    expected = torch.full((num_rows, layout.row_bytes), 0x5A, dtype=torch.uint8)
+    wire = torch.full_like(expected, 0xA5, device=device)
+    reference.encode(values, layout, expected, key=KEY, first_row=FIRST_ROW)
+    backend.encode(values.to(device), layout, wire, key=KEY, first_row=FIRST_ROW)
+    if not torch.equal(wire.cpu(), expected):
+        found.append("encode")
+    wire = expected.to(device)
+    for dtype, factors in zip(VALUE_DTYPES, FACTORS, strict=True):
+        wanted = torch.full((num_rows, layout.numel), 3.0, dtype=dtype)
+        got = torch.full_like(wanted, 5.0, device=device)
+        reference.decode(expected, layout, wanted)
+        backend.decode(wire, layout, got)
+        if not same_bits(got.cpu(), wanted):
+            found.append(f"decode to {name_of(dtype)}")
+        reference.decode_sum(expected, layout, wanted[0], **factors)
+        backend.decode_sum(wire, layout, got[0], **factors)
+        if not same_bits(got[0].cpu(), wanted[0]):
+            found.append(f"decode_sum to {name_of(dtype)}")
+    return found
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit patterns, or both NaN, everywhere."""
+    words = torch.int32 if a.dtype == torch.float32 else torch.int16
+    return bool(((a.view(words) == b.view(words)) | (a.isnan() & b.isnan())).all())
+
+
+def example_values(num_rows: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows that hold what is hard: every fourth run of 100 values is of another nature.
+
+    Normal numbers of many sizes; among them runs of signed zeros, constants, denormals, tiny
+    ranges, numbers near the largest, and single NaNs and infinities.
+    """
+    generator = torch.Generator().manual_seed(numel)
+    size = torch.exp(6 * torch.randn(num_rows, -(-numel // 100), generator=generator))
+    rows = torch.randn(num_rows, numel, generator=generator)
+    rows *= size.repeat_interleave(100, dim=1)[:, :numel]
+    largest = torch.finfo(dtype).max
+    rows.clamp_(-largest, largest)
+    kinds = (
+        torch.tensor([0.0, -0.0]),
+        torch.tensor([-3.25]),
+        torch.tensor([torch.finfo(dtype).tiny / 3, -torch.finfo(dtype).tiny / 5, 0.0]),
+        torch.tensor([1.0, 1.0 + torch.finfo(dtype).eps]),
+        torch.tensor([largest, -largest, largest / 2, 1.0]),
+        torch.tensor([1.0, torch.nan, 2.0]),
+        torch.tensor([torch.inf, 1.0]),
+        torch.tensor([0.5, -torch.inf]),
+    )
+    for place, kind in enumerate(kinds):
+        start = 100 + 400 * place
+        for row in range(place % 2, num_rows, 2):
+            part = rows[row, start : start + 100]
+            part.copy_(kind.repeat(100)[: len(part)])
+    return rows.to(dtype)
+
+
+def example_levels(bits: int) -> tuple[float, ...]:
+    """An uneven table for a bit width."""
+    steps = torch.arange(1 << bits, dtype=torch.float64) / ((1 << bits) - 1)
+    return tuple((steps**1.5).tolist())
+
+
+def example_layout(bits: int, rounding: str, dtype: torch.dtype) -> WireLayout:
+    """Segments of several block sizes, short last blocks, full precision between them."""
+
+    def segment(numel: int, block_size: int) -> Segment:
+        if rounding == "levels":
+            return Segment(numel, bits, block_size, "nearest", example_levels(bits))
+        return Segment(numel, bits, block_size, rounding)
+
+    parts = (segment(2 * 1024 + 333, 1024), Segment(77), segment(97, 1024), Segment(0))
+    return wire_layout((*parts, segment(0, 32), segment(1250, 96)), dtype)
+
+
+def compare(backend: Backend, device: torch.device) -> Comparison:
+    """Compare with the reference over bits, roundings, dtypes and special values."""
+    cases, found = 0, []
+    for rounding in ROUNDINGS:
+        for bits in BITS:
+            for dtype in VALUE_DTYPES:
+                layout = example_layout(bits, rounding, dtype)
+                values = example_values(2, layout.numel, dtype)
+                cases += 1
+                for name in mismatches(backend, layout, values, device):
+                    found.append(f"{name}: {bits} bits, {rounding}, {name_of(dtype)}")
+    return Comparison(cases, found)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """float32 for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(backend: Backend) -> str:
+    """The backend's name and, where it tells, its instruction set."""
+    isa = getattr(backend, "isa", None)
+    return f"{backend.NAME} ({isa()})" if isa is not None else backend.NAME
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print what runs here; 1 if a backend differs from the reference."""
+    text = "Which kernels run on this machine, and do they give the bytes of the reference?"
+    argparse.ArgumentParser(prog="qsdp check", description=text).parse_args(argv)
+    print(f"torch        {torch.__version__}, Python {platform.python_version()}")
+    print(f"FSDP2 hooks  {_hooks()}")
+    good = _report(torch.device("cpu"))
+    if torch.cuda.is_available():
+        good &= _report(torch.device("cuda"))
+    else:
+        print("CUDA         no device")
+    return 0 if good else 1
+
+
+run = main
+
+
+def _hooks() -> str:
+    try:
+        from torch.distributed.fsdp import FSDPModule
+
+        importlib.import_module("qsdp.units")
+    except ImportError as error:
+        return f"missing: {error}"
+    names = ("set_custom_all_gather", "set_custom_reduce_scatter")
+    missing = [name for name in names if not hasattr(FSDPModule, name)]
+    return f"missing: FSDPModule.{missing[0]}" if missing else "there"
+
+
+def _report(device: torch.device) -> bool:
+    title = "CPU" if device.type == "cpu" else "CUDA"
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always")
+        backend = backend_for(device)
+    print(f"{title:<12} {describe(backend)}{_why(backend, device, notes)}")
+    if backend is reference and device.type == "cpu":
+        return True
+    start = time.perf_counter()
+    comparison = compare(backend, device)
+    seconds = time.perf_counter() - start
+    verdict = f"equal to the reference in {comparison.cases} cases ({seconds:.1f} s)"
+    if comparison.differences:
+        verdict = f"DIFFERS from the reference in {len(comparison.differences)} results:"
+    print(f"{'':<12} {verdict}")
+    for difference in comparison.differences[:10]:
+        print(f"{'':<14} {difference}")
+    return not comparison.differences
+
+
+def _why(backend: Backend, device: torch.device, notes: list[warnings.WarningMessage]) -> str:
+    if device.type == "cuda" and backend is not reference:
+        triton = importlib.import_module("triton")
+        return f" {triton.__version__} on {torch.cuda.get_device_name(device)}"
+    if backend is reference:
+        # The warning is given once a process; the CPU backend can tell again.
+        reasons = [str(note.message) for note in notes]
+        if not reasons and device.type == "cpu":
+            reasons = [importlib.import_module("qsdp.kernels.cpu").why_unavailable()]
+        return f": slow. {' '.join(reasons)}".rstrip()
+    return ", built with the package; this machine's best instruction set"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
