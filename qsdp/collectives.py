@@ -17,7 +17,7 @@ from qsdp.kernels import VALUE_DTYPES, backend_for
 from qsdp.kernels.philox import derive_key
 from qsdp.quantizer import Quantizer
 from qsdp.stats import CommMeter
-from qsdp.wire import WireLayout, wire_layout
+from qsdp.wire import WireLayout, damaged_rows, seal, wire_layout
 
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 
@@ -62,11 +62,13 @@ def all_gather_quantized(
     with meter.phase("encode", device):
         own = wire[rank : rank + 1]
         backend.encode(input.view(1, -1), layout, own, key=key, first_row=rank)
+        seal_if_asked(own, layout)
     stock = (num_ranks - 1) * input.numel() * input.element_size()
     meter.count_rows(layout.row_bytes, num_ranks, stock=stock)
 
     def finish() -> None:
         with meter.phase("decode", device):
+            check_if_asked(wire, layout, group)
             backend.decode(wire, layout, output.view(num_ranks, -1))
 
     works = exchange_rows(wire, rank, group)
@@ -118,11 +120,13 @@ def reduce_scatter_quantized(
     with meter.phase("encode", device):
         rows = input.view(num_ranks, -1)
         backend.encode(rows, layout, wire_in, key=derive_key(key, rank))
+        seal_if_asked(wire_in, layout)
     stock = (num_ranks - 1) * output.numel() * input.element_size()
     meter.count_rows(layout.row_bytes, num_ranks, stock=stock)
 
     def finish() -> None:
         with meter.phase("decode", device):
+            check_if_asked(wire_out, layout, group)
             backend.decode_sum(wire_out, layout, output, multiply=multiply, divide=divide)
 
     work = dist.all_to_all_single(wire_out.view(-1), wire_in.view(-1), group=group, async_op=True)
@@ -157,6 +161,7 @@ def all_reduce_quantized(
     pieces = wire_layout(
         tuple(replace(s.segment, numel=-(-s.segment.numel // num_ranks)) for s in whole.spans),
         tensor.dtype,
+        whole.checksum,
     )
     rows = tensor.new_zeros(num_ranks, pieces.numel)
 
@@ -250,6 +255,30 @@ def exchange_rows(wire: torch.Tensor, rank: int, group: dist.ProcessGroup) -> li
     sends = [dist.P2POp(dist.isend, wire[rank], group=group, group_peer=p) for p in peers]
     receives = [dist.P2POp(dist.irecv, wire[p], group=group, group_peer=p) for p in peers]
     return dist.batch_isend_irecv(sends + receives)
+
+
+def seal_if_asked(wire: torch.Tensor, layout: WireLayout) -> None:
+    """Write the rows' checksums, where the layout has them."""
+    if layout.checksum:
+        seal(wire)
+
+
+def check_if_asked(wire: torch.Tensor, layout: WireLayout, group: dist.ProcessGroup) -> None:
+    """Verify received rows, one from each rank of ``group``, where the layout has checksums.
+
+    Raises:
+        RuntimeError: naming the ranks whose rows arrived damaged.
+    """
+    if not layout.checksum:
+        return
+    damaged = damaged_rows(wire)
+    if damaged:
+        ranks = [dist.get_global_rank(group, row) for row in damaged]
+        raise RuntimeError(
+            f"rank {dist.get_rank()} received damaged bytes from rank "
+            f"{', '.join(map(str, ranks))} ({layout.row_bytes} bytes do not match their checksum): "
+            "check the network or memory between them; QSDPConfig(verify=True) found it"
+        )
 
 
 def _group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

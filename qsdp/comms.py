@@ -160,7 +160,7 @@ class QuantizedReduceScatter(ObservedReduceScatter):
         if self.nodes is not None:
             raw = (Segment(output_tensor.numel()),)
             intra_layout = (
-                wire_layout(raw, input_tensor.dtype)
+                wire_layout(raw, input_tensor.dtype, layout.checksum)
                 if self.intra is None
                 else gradient_layout(self.unit, output_tensor, self.intra, input_tensor.dtype)
             )
@@ -170,7 +170,7 @@ class QuantizedReduceScatter(ObservedReduceScatter):
                 input_tensor,
                 self.nodes,
                 intra_layout=intra_layout,
-                inter_layout=wire_layout(segments, torch.float32),
+                inter_layout=wire_layout(segments, torch.float32, layout.checksum),
                 op=op,
                 key=self.key,
                 meter=self.meter,
@@ -242,7 +242,7 @@ def gradient_layout(
         "not clear",
         stacklevel=3,
     )
-    return wire_layout((Segment(part.numel()),), dtype)
+    return wire_layout((Segment(part.numel()),), dtype, unit.checksum)
 
 
 def ranks_per_node(group: dist.ProcessGroup) -> int:

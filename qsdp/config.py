@@ -49,6 +49,7 @@ class QSDPConfig:
             quantized by ``weights`` and ``gradients``; each rank's part leaves its node once.
         all_reduce: quantizer of the all-reduce of gradients between HSDP's replicas, or None for
             FSDP2's own; other models must leave it None.
+        verify: send a checksum with every row, and raise on the rank that receives a damaged one.
 
     Raises:
         TypeError, ValueError: a field of the wrong type or out of range.
@@ -61,10 +62,13 @@ class QSDPConfig:
     seed: int = 0
     intra_node: IntraNode | None = None
     all_reduce: Quantizer | None = None
+    verify: bool = False
 
     def __post_init__(self) -> None:
         for name in ("weights", "gradients", "all_reduce"):
             _require_quantizer("QSDPConfig", name, getattr(self, name))
+        if not isinstance(self.verify, bool):
+            raise TypeError(f"QSDPConfig(verify=...) must be True or False, got {self.verify!r}")
         if self.intra_node is not None and not isinstance(self.intra_node, IntraNode):
             raise TypeError(
                 "QSDPConfig(intra_node=...) must be a qsdp.IntraNode or None, "

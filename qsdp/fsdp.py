@@ -67,6 +67,7 @@ def apply_qsdp(model: nn.Module, config: QSDPConfig) -> nn.Module:
     remove_qsdp(model)
     for unit in units:
         unit.quantized = tuple(name in quantized for name in unit.names)
+        unit.checksum = config.verify
         _install(unit, config)
     return model
 

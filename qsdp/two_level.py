@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 
 from qsdp.buffers import pool
-from qsdp.collectives import ReduceOp, exchange_rows, reduce_factors
+from qsdp.collectives import (
+    ReduceOp,
+    check_if_asked,
+    exchange_rows,
+    reduce_factors,
+    seal_if_asked,
+)
 from qsdp.kernels import backend_for
 from qsdp.kernels.philox import derive_key
 from qsdp.stats import CommMeter
@@ -96,12 +102,15 @@ def all_gather_two_level(
     with meter.phase("encode", device):
         own = columns[place, node : node + 1]
         backend.encode(input.view(1, -1), layout, own, key=key, first_row=node * per_node + place)
+        seal_if_asked(own, layout)
     with meter.phase("network", device):
         for work in exchange_rows(columns[place], node, nodes.inter):
             work.wait()
         for work in exchange_rows(columns.flatten(1), place, nodes.intra):
             work.wait()
     with meter.phase("decode", device):
+        for column in columns:
+            check_if_asked(column, layout, nodes.inter)
         rows = columns.transpose(0, 1).reshape(per_node * num_nodes, row)
         backend.decode(rows, layout, output.view(per_node * num_nodes, -1))
     between = (num_nodes - 1) * row
@@ -139,6 +148,7 @@ def reduce_scatter_two_level(
     with meter.phase("encode", device):
         rows = pool.take(num_ranks * row, torch.uint8, device).view(num_ranks, row)
         backend.encode(input.view(num_ranks, -1), intra_layout, rows, key=key)
+        seal_if_asked(rows, intra_layout)
         # To local rank r goes what place r owns, for every node.
         to_places = rows.view(num_nodes, per_node, row).transpose(0, 1).contiguous()
     with meter.phase("network", device):
@@ -146,15 +156,18 @@ def reduce_scatter_two_level(
         dist.all_to_all_single(from_places.view(-1), to_places.view(-1), group=nodes.intra)
     with meter.phase("decode", device):
         for target, parts in zip(sums, from_places.transpose(0, 1).contiguous(), strict=True):
+            check_if_asked(parts, intra_layout, nodes.intra)
             backend.decode_sum(parts, intra_layout, target)
     with meter.phase("encode", device):
         to_nodes = pool.take(num_nodes * inter_layout.row_bytes, torch.uint8, device)
         to_nodes = to_nodes.view(num_nodes, -1)
         backend.encode(sums, inter_layout, to_nodes, key=derive_key(key, 1))
+        seal_if_asked(to_nodes, inter_layout)
     with meter.phase("network", device):
         from_nodes = torch.empty_like(to_nodes)
         dist.all_to_all_single(from_nodes.view(-1), to_nodes.view(-1), group=nodes.inter)
     with meter.phase("decode", device):
+        check_if_asked(from_nodes, inter_layout, nodes.inter)
         backend.decode_sum(from_nodes, inter_layout, output, multiply=multiply, divide=divide)
     between = (num_nodes - 1) * inter_layout.row_bytes
     moved = between + (per_node - 1) * num_nodes * row

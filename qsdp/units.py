@@ -64,6 +64,7 @@ class Unit:
         module: a module to set comms on.
         aliases: names of each parameter, the first one its own, in the flat buffer's order.
         quantized: which of them are quantized, once a configuration is applied.
+        checksum: whether rows carry checksums, likewise.
     """
 
     index: int
@@ -72,6 +73,7 @@ class Unit:
     fsdp_group: FSDPParamGroup
     aliases: tuple[tuple[str, ...], ...]
     quantized: tuple[bool, ...] = ()
+    checksum: bool = False
     layouts: dict[Any, WireLayout | None] = field(default_factory=dict)
 
     @property
@@ -134,7 +136,7 @@ class Unit:
     def all_gather_layout(self, numel: int, quantizer: Quantizer, dtype: torch.dtype) -> WireLayout:
         """Layout of one rank's all-gather input: every parameter's padded shard, in order."""
         segments = self._segments(range(len(self.params)), quantizer)
-        layout = wire_layout(segments, dtype)
+        layout = wire_layout(segments, dtype, self.checksum)
         assert layout.numel == numel, f"FSDP sends {numel} values, its parameters {layout.numel}"
         return layout
 
@@ -154,7 +156,8 @@ class Unit:
         if key not in self.layouts:
             segments = self._segments(trainable, quantizer)
             found = subsequences_of_size(segments, numel)
-            self.layouts[key] = wire_layout(found[0], dtype) if len(found) == 1 else None
+            unique = len(found) == 1
+            self.layouts[key] = wire_layout(found[0], dtype, self.checksum) if unique else None
         return self.layouts[key]
 
     def _segments(self, indices: Sequence[int], quantizer: Quantizer) -> tuple[Segment, ...]:

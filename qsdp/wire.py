@@ -7,7 +7,7 @@ all ranks compute the same layout, and this file is the only place that knows it
     row = [scale, offset] float32 pairs of all quantized segments, block after block
         | bytes of all full-precision segments
         | packed codes of all quantized segments, block after block
-        | zeros up to a multiple of ROW_ALIGNMENT
+        | zeros up to a multiple of ROW_ALIGNMENT | an int64 checksum, if asked for
 
 Codes of one block are packed as bit planes of 4, 2 and 1 bits (a whole byte at 8 bits), lowest bits
 first, each plane padded to a byte: 3 bits = a 2-bit and a 1-bit plane, 7 bits = 4 + 2 + 1. Inside a
@@ -23,6 +23,8 @@ from itertools import accumulate
 import torch
 
 ROW_ALIGNMENT = 8
+CHECKSUM_BYTES = 8
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as int64
 META_BYTES = 8  # one float32 scale and one float32 offset a block
 
 
@@ -88,7 +90,9 @@ class WireLayout:
         dtype: of the values, and so of full-precision segments on the wire.
         numel: values a row.
         row_bytes: bytes a row, a multiple of ``ROW_ALIGNMENT``; zero for an empty row.
-        payload_bytes: the same without the padding at the end.
+        payload_bytes: the same without the padding and the checksum at the end, which ``encode``
+            leaves zero.
+        checksum: whether the row ends with a checksum.
     """
 
     spans: tuple[Span, ...]
@@ -96,6 +100,7 @@ class WireLayout:
     numel: int
     row_bytes: int
     payload_bytes: int
+    checksum: bool = False
 
     def meta(self, wire: torch.Tensor, span: Span) -> torch.Tensor:
         """Typed view: (num_rows, num_blocks, 2) float32, scale and offset of every block."""
@@ -116,7 +121,9 @@ class WireLayout:
 
 
 @lru_cache(maxsize=1024)
-def wire_layout(segments: tuple[Segment, ...], dtype: torch.dtype) -> WireLayout:
+def wire_layout(
+    segments: tuple[Segment, ...], dtype: torch.dtype, checksum: bool = False
+) -> WireLayout:
     """Lay out ``segments``, in this order, for values of ``dtype``. Pure and cached."""
     quantized = [s for s in segments if s.bits is not None]
     num_blocks = sum(-(-s.numel // s.block_size) for s in quantized)
@@ -133,5 +140,27 @@ def wire_layout(segments: tuple[Segment, ...], dtype: torch.dtype) -> WireLayout
             meta_at += -(-segment.numel // segment.block_size) * META_BYTES
             codes_at += segment_code_bytes(segment)
         value_at += segment.numel
-    row_bytes = -(-codes_at // ROW_ALIGNMENT) * ROW_ALIGNMENT
-    return WireLayout(tuple(spans), dtype, value_at, row_bytes, codes_at)
+    row_bytes = -(-codes_at // ROW_ALIGNMENT) * ROW_ALIGNMENT + (CHECKSUM_BYTES if checksum else 0)
+    return WireLayout(tuple(spans), dtype, value_at, row_bytes, codes_at, checksum)
+
+
+def row_checksums(wire: torch.Tensor) -> torch.Tensor:
+    """Checksum of each row without its last 8 bytes: (num_rows,) int64.
+
+    A sum modulo 2^64 of the row's 64-bit words times odd numbers that differ by place: a change in
+    one word always changes it, and so does, nearly always, any other damage or exchange of words.
+    """
+    words = wire[:, :-CHECKSUM_BYTES].view(torch.int64)
+    places = torch.arange(words.shape[1], dtype=torch.int64, device=wire.device)
+    return (words * (places * _GOLDEN | 1)).sum(1)
+
+
+def seal(wire: torch.Tensor) -> None:
+    """Write each row's checksum into its last 8 bytes."""
+    wire[:, -CHECKSUM_BYTES:].view(torch.int64)[:, 0] = row_checksums(wire)
+
+
+def damaged_rows(wire: torch.Tensor) -> list[int]:
+    """Indices of the rows that do not match their checksum."""
+    expected = wire[:, -CHECKSUM_BYTES:].view(torch.int64)[:, 0]
+    return (row_checksums(wire) != expected).nonzero().flatten().tolist()

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 import qsdp
 from qsdp import QSDPConfig, Quantizer
 from qsdp.kernels import reference
+from qsdp.wire import wire_layout
 
 DIM = 48
 
@@ -573,6 +574,35 @@ def case_apply_again_replaces_and_remove_restores(rank: int) -> None:
     assert not torch.equal(decoded, model.embed.weight)
     model.reshard()
     assert train(stock, rank, 3) == train(model, rank, 3)
+
+
+def case_damaged_bytes_are_found_and_their_sender_named(rank: int) -> None:
+    """verify=True: same result as without; one flipped bit raises and names the rank."""
+    plain = qsdp.apply_qsdp(build(), QSDPConfig())
+    checked = qsdp.apply_qsdp(build(), QSDPConfig(verify=True))
+    assert train(plain, rank, 2) == train(checked, rank, 2)
+    exchange = dist.batch_isend_irecv
+
+    def damaging(ops: list[dist.P2POp]) -> list[dist.Work]:
+        works = exchange(ops)
+        for work in works:
+            work.wait()
+        for op in ops:
+            if op.op is dist.irecv and op.group_peer == 1:
+                op.tensor[11] ^= 4
+        return works
+
+    layout = wire_layout((Quantizer().segment(100),), torch.float32, True)
+    output = torch.empty(100 * dist.get_world_size())
+
+    def gather() -> None:
+        qsdp.all_gather_quantized(output, torch.randn(100), quantizer=layout)
+
+    with mock.patch.object(dist, "batch_isend_irecv", damaging):
+        if rank == 1:
+            gather()
+        else:
+            raises_everywhere(gather, f"rank {rank} received damaged bytes from rank 1 ")
 
 
 # Four ranks: nodes and replicas ------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 
 from qsdp import Quantizer
 from qsdp.kernels import reference
-from qsdp.wire import Segment, code_bytes, planes, wire_layout
+from qsdp.wire import Segment, code_bytes, damaged_rows, planes, seal, wire_layout
 
 ONE, ZERO = bytes.fromhex("0000803f"), bytes(4)
 
@@ -96,3 +96,23 @@ def test_rows_draw_different_random_bits() -> None:
     second = torch.empty(1, layout.row_bytes, dtype=torch.uint8)
     reference.encode(values[:1], layout, second, key=1, first_row=1)
     assert torch.equal(second[0], wire[1]), "a row's draws follow its index, not its neighbours"
+
+
+def test_every_damaged_byte_is_found() -> None:
+    """Any flipped bit of a row, its checksum included, and exchanged words."""
+    layout = wire_layout((Segment(40, 4, 32), Segment(3)), torch.float32, checksum=True)
+    plain = wire_layout((Segment(40, 4, 32), Segment(3)), torch.float32)
+    assert layout.row_bytes == plain.row_bytes + 8
+    values = torch.randn(2, 43)
+    wire = torch.empty(2, layout.row_bytes, dtype=torch.uint8)
+    reference.encode(values, layout, wire, key=0)
+    seal(wire)
+    assert damaged_rows(wire) == []
+    for place in range(layout.row_bytes):
+        for bit in range(8):
+            bad = wire.clone()
+            bad[1, place] ^= 1 << bit
+            assert damaged_rows(bad) == [1]
+    words = wire.view(torch.int64).clone()
+    words[0, [0, 1]] = words[0, [1, 0]]
+    assert damaged_rows(words.view(torch.uint8)) == [0]
