@@ -1,0 +1,50 @@
+"""Interleaved timing: every candidate meets the same disturbances, and the median drops them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+MIN_REPETITIONS = 3
+
+
+def median_seconds(
+    candidates: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    repetitions: int,
+    budget: float = 1.0,
+) -> dict[str, float]:
+    """Median seconds of each candidate over rounds in which every one runs once.
+
+    A candidate that has used up ``budget`` seconds runs no more, but three times at least.
+    """
+    timer = _cuda_seconds if device.type == "cuda" else _cpu_seconds
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for run in candidates.values():
+        timer(run)
+    for round_ in range(repetitions):
+        for name, run in candidates.items():
+            if round_ < MIN_REPETITIONS or sum(seconds[name]) < budget:
+                seconds[name].append(timer(run))
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def _cpu_seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    kept = run()
+    elapsed = time.perf_counter() - start
+    del kept  # after the clock: giving memory back is not what is measured
+    return elapsed
+
+
+def _cuda_seconds(run: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
