@@ -25,7 +25,7 @@
 namespace {
 
 // Bumped whenever a struct or a signature below changes: cpu.py refuses a stale library.
-constexpr int ABI = 1;
+constexpr int ABI = 2;
 
 enum Dtype : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
 enum Rounding : int32_t { NEAREST, STOCHASTIC, SHIFT };
@@ -37,7 +37,8 @@ struct Span {
   int32_t bits;  // 0: full precision
   int32_t rounding;
   const float* levels;         // 2^bits numbers, or null for the uniform grid
-  const uint8_t* level_codes;  // the code of each of the 65537 positions on the grid
+  const int32_t* level_tree;   // thresholds as quantize_few_levels wants them, up to 4 bits
+  const uint8_t* level_codes;  // the code of each of the 65537 positions on the grid, from 5 bits on
 };
 
 struct Layout {
@@ -69,6 +70,7 @@ struct DecodeJob {
 constexpr int CHUNK = 128;   // values quantized or unpacked together: one stretch of random bits
 constexpr int TILE = 1024;   // values decoded together: their float32 sum stays in L1
 constexpr int MAX_PLANES = 3;
+constexpr int MAX_TREE_BITS = 4;  // 8 nodes at the last depth: one vector of AVX2
 
 constexpr float HUGE_VALUE = 0x1p126f;
 constexpr float TINY_RANGE = 0x1p-64f;
@@ -87,6 +89,28 @@ struct Counter {
   uint32_t block, segment, row;
 };
 
+// Philox for one block as far as it is the same for all its values. In rounds 0 to 2 only some of
+// the four words depend on the value's counter; what they are xored with is computed here, in the
+// low halves of 64-bit words, and for the other rounds the keys.
+struct BlockStream {
+  uint64_t round0_c2, round1_c0, round1_c2, round2_c2;
+  uint64_t k0[10], k1[10];
+
+  BlockStream(const Counter& at, const PhiloxKey& key) {
+    for (uint32_t round = 0; round < 10; round++) {
+      k0[round] = key.k0 + round * WEYL[0];
+      k1[round] = key.k1 + round * WEYL[1];
+    }
+    const uint64_t round0_p1 = uint64_t(MULTIPLIERS[1]) * at.segment;
+    const uint32_t round0_c0 = uint32_t(round0_p1 >> 32) ^ at.block ^ uint32_t(k0[0]);
+    const uint64_t round1_p0 = uint64_t(MULTIPLIERS[0]) * round0_c0;
+    round0_c2 = at.row ^ k1[0];
+    round1_c0 = uint32_t(round0_p1) ^ k0[1];
+    round1_c2 = (round1_p0 >> 32) ^ k1[1];
+    round2_c2 = uint32_t(round1_p0) ^ k1[2];
+  }
+};
+
 template <class To, class From>
 INLINE To bit_cast(const From& from) {
   static_assert(sizeof(To) == sizeof(From), "bit_cast needs equal sizes");
@@ -95,8 +119,8 @@ INLINE To bit_cast(const From& from) {
   return to;
 }
 
-INLINE int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t maximum(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE constexpr int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE constexpr int64_t maximum(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE int64_t item_size(int32_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
@@ -141,12 +165,14 @@ struct Extremes {
 
 // How a block is quantized (p, lo_p, inverse) and what the wire says about it (scale, offset).
 struct Plan {
-  float p, lo_p, inverse, top;
+  float p, lo_p, inverse;
   float scale, offset;
+  uint8_t limit;  // the highest code
 };
 
 // Steps 2 and 5 of [Note: quantizing a block] in reference.py. `shift` is r, or negative for none.
-Plan plan_block(const Extremes& x, int top, int32_t shift) {
+Plan plan_block(const Extremes& x, const Span& span, int32_t shift) {
+  const int highest = (1 << span.bits) - 1, top = span.levels ? 1 : highest;
   const float lo = x.lo + 0.0f, hi = x.hi + 0.0f, spread = hi - lo;
   const bool constant = spread == 0.0f;
   const bool huge = !constant && (__builtin_fabsf(lo) > HUGE_VALUE || hi > HUGE_VALUE ||
@@ -155,9 +181,9 @@ Plan plan_block(const Extremes& x, int top, int32_t shift) {
   Plan plan;
   plan.p = huge ? 0.25f : tiny ? 1 / TINY_RANGE : 1.0f;
   plan.lo_p = lo * plan.p;
-  plan.top = FRACTION * float(top);
+  plan.limit = uint8_t(highest);
   const float dp = hi * plan.p - plan.lo_p;
-  plan.inverse = constant ? 0.0f : plan.top / dp;
+  plan.inverse = constant ? 0.0f : FRACTION * float(top) / dp;
   const float unit = dp / float(top);
   plan.scale = tiny ? unit * TINY_RANGE : unit;
   plan.offset = huge ? lo * 0.25f : lo;
@@ -199,10 +225,10 @@ INLINE void for_blocks(const Layout& layout, int64_t begin, int64_t end, const B
 #if defined(__x86_64__)
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,f16c,fma"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,f16c")
+#pragma GCC target("avx2,f16c,fma")
 #endif
 #define QSDP_LANES 8
 #define QSDP_NAMESPACE avx2
@@ -212,11 +238,11 @@ INLINE void for_blocks(const Layout& layout, int64_t begin, int64_t end, const B
 #if defined(__clang__)
 #pragma clang attribute pop
 #pragma clang attribute push( \
-    __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+    __attribute__((target("avx2,f16c,fma,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
 #else
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#pragma GCC target("avx2,f16c,fma,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
 #endif
 #define QSDP_LANES 16
 #define QSDP_NAMESPACE avx512
@@ -249,7 +275,8 @@ bool always() { return true; }
 #if defined(__x86_64__)
 bool has_avx2() {
   unsigned a, b, c = 0, d;
-  return __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }
 
 bool has_avx512() {
@@ -354,6 +381,8 @@ namespace QSDP_NAMESPACE {
 
 constexpr int LANES = QSDP_LANES;
 constexpr int GROUP = 4 * LANES;  // values narrowed to bytes together
+constexpr int CHAINS = 4;         // vectors of Philox in flight: one round alone waits for itself
+constexpr int REFILL = maximum(CHUNK, 8 * CHAINS * LANES / 2);  // values served by one refill
 
 typedef float Floats __attribute__((vector_size(4 * QSDP_LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * QSDP_LANES)));
@@ -372,28 +401,50 @@ INLINE void store(void* to, V v) {
   __builtin_memcpy(to, &v, sizeof(V));
 }
 
+// Joins the lanes of a vector, in a tree: in a chain, every block would wait for it.
+template <class V, class Join>
+INLINE auto reduce(V v, const Join& join) -> decltype(v[0] + v[0]) {
+  typedef decltype(v[0] + v[0]) Lane;
+  typedef Lane Quarter __attribute__((vector_size(16)));
+  const char* lanes = reinterpret_cast<const char*>(&v);
+  Quarter four = load<Quarter>(lanes);
+  for (int i = 1; i < LANES / 4; i++) four = join(four, load<Quarter>(lanes + 16 * i));
+  return join(join(four[0], four[2]), join(four[1], four[3]));
+}
+
 INLINE Floats all(float x) { return x - Floats{}; }  // x - 0.0 keeps even -0.0, unlike x + 0.0
 INLINE Words all(uint32_t x) { return x + Words{}; }
 
 // Primitives. smaller(a, b) is a < b ? a : b and greater(a, b) is a > b ? a : b, so a NaN in `b`
-// stays. round_to_int rounds half to even. multiply_low takes the low halves of 64-bit lanes.
+// stays. round_to_int rounds half to even. multiply_low multiplies the low halves of 64-bit lanes,
+// interleave puts the low halves of `odd` between those of `even`.
 
 #if QSDP_LANES == 16
 
 INLINE Floats smaller(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
 INLINE Floats greater(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE Ints round_to_int(Floats x) { return (Ints)_mm512_cvtps_epi32((__m512)x); }
+INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+INLINE Ints lookup(const int32_t* table, Ints index) {
+  return (Ints)_mm512_permutexvar_epi32((__m512i)index, load<__m512i>(table));
+}
 INLINE Longs multiply_low(Longs a, Longs b) {
   return (Longs)_mm512_mul_epu32((__m512i)a, (__m512i)b);
 }
 INLINE Longs xor3(Longs a, Longs b, Longs c) {
   return (Longs)_mm512_ternarylogic_epi64((__m512i)a, (__m512i)b, (__m512i)c, 0x96);
 }
-INLINE void narrow_to_bytes(const Ints v[4], uint8_t* to) {
+INLINE Words interleave(Longs even, Longs odd) {
+  return (Words)_mm512_mask_shuffle_epi32((__m512i)even, 0xaaaa, (__m512i)odd, _MM_PERM_CCAA);
+}
+INLINE void narrow_to_bytes(const Ints v[4], uint8_t limit, uint8_t* to) {
   const __m512i a = _mm512_packus_epi32((__m512i)v[0], (__m512i)v[1]);
   const __m512i b = _mm512_packus_epi32((__m512i)v[2], (__m512i)v[3]);
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  store(to, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(a, b)));
+  const __m512i bytes = _mm512_min_epu8(_mm512_packus_epi16(a, b), _mm512_set1_epi8(char(limit)));
+  store(to, _mm512_permutexvar_epi32(order, bytes));
 }
 INLINE Ints widen_bytes(const uint8_t* from) {
   return (Ints)_mm512_cvtepu8_epi32(load<__m128i>(from));
@@ -417,15 +468,25 @@ INLINE void stream(float* to, Floats x) { _mm512_stream_ps(to, (__m512)x); }
 INLINE Floats smaller(Floats a, Floats b) { return (Floats)_mm256_min_ps((__m256)a, (__m256)b); }
 INLINE Floats greater(Floats a, Floats b) { return (Floats)_mm256_max_ps((__m256)a, (__m256)b); }
 INLINE Ints round_to_int(Floats x) { return (Ints)_mm256_cvtps_epi32((__m256)x); }
+INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+INLINE Ints lookup(const int32_t* table, Ints index) {
+  return (Ints)_mm256_permutevar8x32_epi32(load<__m256i>(table), (__m256i)index);
+}
 INLINE Longs multiply_low(Longs a, Longs b) {
   return (Longs)_mm256_mul_epu32((__m256i)a, (__m256i)b);
 }
 INLINE Longs xor3(Longs a, Longs b, Longs c) { return a ^ b ^ c; }
-INLINE void narrow_to_bytes(const Ints v[4], uint8_t* to) {
+INLINE Words interleave(Longs even, Longs odd) {
+  return (Words)_mm256_blend_epi32((__m256i)even, _mm256_slli_epi64((__m256i)odd, 32), 0xaa);
+}
+INLINE void narrow_to_bytes(const Ints v[4], uint8_t limit, uint8_t* to) {
   const __m256i a = _mm256_packus_epi32((__m256i)v[0], (__m256i)v[1]);
   const __m256i b = _mm256_packus_epi32((__m256i)v[2], (__m256i)v[3]);
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  store(to, _mm256_permutevar8x32_epi32(_mm256_packus_epi16(a, b), order));
+  const __m256i bytes = _mm256_min_epu8(_mm256_packus_epi16(a, b), _mm256_set1_epi8(char(limit)));
+  store(to, _mm256_permutevar8x32_epi32(bytes, order));
 }
 INLINE Ints widen_bytes(const uint8_t* from) {
   return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
@@ -449,7 +510,14 @@ INLINE void stream(float* to, Floats x) { _mm256_stream_ps(to, (__m256)x); }
 
 INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 INLINE Floats greater(Floats a, Floats b) { return a > b ? a : b; }
+INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return a * b + c; }
+INLINE Ints lookup(const int32_t* table, Ints index) {
+  return Ints{table[index[0]], table[index[1]], table[index[2]], table[index[3]]};
+}
 INLINE Longs xor3(Longs a, Longs b, Longs c) { return a ^ b ^ c; }
+INLINE Words interleave(Longs even, Longs odd) {
+  return (Words)((even & 0xffffffff) | odd << 32);
+}
 #if defined(__x86_64__)
 INLINE Ints round_to_int(Floats x) { return (Ints)_mm_cvtps_epi32((__m128)x); }
 INLINE Longs multiply_low(Longs a, Longs b) { return (Longs)_mm_mul_epu32((__m128i)a, (__m128i)b); }
@@ -462,9 +530,17 @@ INLINE Ints round_to_int(Floats x) {  // 0 <= x <= 2^24; from 2^23 on every floa
 INLINE Longs multiply_low(Longs a, Longs b) { return (a & 0xffffffff) * (b & 0xffffffff); }
 INLINE void stream(float* to, Floats x) { store(to, x); }
 #endif
-INLINE void narrow_to_bytes(const Ints v[4], uint8_t* to) {
-  for (int i = 0; i < GROUP; i++) to[i] = uint8_t(v[i / LANES][i % LANES]);
+#if defined(__x86_64__)
+INLINE void narrow_to_bytes(const Ints v[4], uint8_t limit, uint8_t* to) {
+  const __m128i a = _mm_packs_epi32((__m128i)v[0], (__m128i)v[1]);
+  const __m128i b = _mm_packs_epi32((__m128i)v[2], (__m128i)v[3]);
+  store(to, _mm_min_epu8(_mm_packus_epi16(a, b), _mm_set1_epi8(char(limit))));
 }
+#else
+INLINE void narrow_to_bytes(const Ints v[4], uint8_t limit, uint8_t* to) {
+  for (int i = 0; i < GROUP; i++) to[i] = uint8_t(minimum(v[i / LANES][i % LANES], limit));
+}
+#endif
 INLINE Ints widen_bytes(const uint8_t* from) {
   return Ints{from[0], from[1], from[2], from[3]};
 }
@@ -526,9 +602,9 @@ struct Float16 {
 // CHUNK codes to CHUNK * width / 8 bytes. Each round of shifts joins neighbours in wider lanes.
 INLINE void pack_plane(const uint8_t* __restrict codes, int width, int shift,
                        uint8_t* __restrict to) {
-  if (width == 4) {
+  if (width == 4) {  // always the lowest bits
     for (int i = 0; i < CHUNK / 2; i++) {
-      const uint16_t x = uint16_t(load<uint16_t>(codes + 2 * i) >> shift) & 0x0f0f;
+      const uint16_t x = load<uint16_t>(codes + 2 * i) & 0x0f0f;
       to[i] = uint8_t(x | x >> 4);
     }
   } else if (width == 2) {
@@ -579,7 +655,9 @@ INLINE void pack(const uint8_t* codes, int64_t n, const Planes& planes, int64_t 
   for (int i = 0; i < planes.count; i++) {
     const int width = planes.width[i];
     uint8_t* plane = to + planes.start[i] + at * width / 8;
-    if (n == CHUNK) {
+    if (width == 8) {
+      memcpy(plane, codes, size_t(n));
+    } else if (n == CHUNK) {
       pack_plane(codes, width, planes.shift[i], plane);
     } else {
       uint8_t padded[CHUNK];
@@ -630,29 +708,28 @@ bool all_finite(const char* x, int64_t n) {
   return !any;
 }
 
-// Extremes of `n` values. A NaN or infinity shows in the sum of the values; so may an overflow of
-// the sum alone, and then all_finite decides.
-template <class T>
+// Extremes of `n` values; their content only if CONTENT. A NaN or infinity makes a product, and so
+// the sum of products, NaN or infinite. So may an overflow alone, and then all_finite decides.
+template <bool CONTENT, class T>
 INLINE Extremes scan(const char* x, int64_t n) {
   constexpr int STEP = 2 * LANES;
-  float lo = __builtin_inff(), hi = -__builtin_inff(), sum = 0.0f;
+  float lo = __builtin_inff(), hi = -__builtin_inff(), products = 0.0f;
   uint32_t content = 0;
   int64_t i = 0;
   if (n >= STEP) {
-    Floats lo0 = T::get(x), hi0 = lo0, lo1 = lo0, hi1 = lo0, sum0 = {}, sum1 = {};
+    Floats lo0 = T::get(x), hi0 = lo0, lo1 = lo0, hi1 = lo0, sum = {};
     Words content0 = {}, content1 = {};
     for (; i + STEP <= n; i += STEP) {
       const Floats a = T::get(x + i * T::SIZE), b = T::get(x + (i + LANES) * T::SIZE);
       lo0 = smaller(a, lo0), lo1 = smaller(b, lo1);
       hi0 = greater(a, hi0), hi1 = greater(b, hi1);
-      sum0 += a, sum1 += b;
-      content0 += (Words)a, content1 += (Words)b;
+      sum = multiply_add(a, b, sum);
+      if (CONTENT) content0 += (Words)a, content1 += (Words)b;
     }
-    lo0 = smaller(lo1, lo0), hi0 = greater(hi1, hi0), sum0 += sum1, content0 += content1;
-    for (int k = 0; k < LANES; k++) {
-      lo = lo0[k] < lo ? lo0[k] : lo, hi = hi0[k] > hi ? hi0[k] : hi;
-      sum += sum0[k], content += content0[k];
-    }
+    lo = reduce(smaller(lo1, lo0), [](auto a, auto b) { return a < b ? a : b; });
+    hi = reduce(greater(hi1, hi0), [](auto a, auto b) { return a > b ? a : b; });
+    products = reduce(sum, [](auto a, auto b) { return a + b; });
+    content = reduce(content0 + content1, [](auto a, auto b) { return a + b; });
   }
   if (i < n) {
     char padded[STEP * T::SIZE];
@@ -661,108 +738,174 @@ INLINE Extremes scan(const char* x, int64_t n) {
     store(rest, T::get(padded)), store(rest + LANES, T::get(padded + LANES * T::SIZE));
     for (int64_t k = 0; k < n - i; k++) {
       lo = rest[k] < lo ? rest[k] : lo, hi = rest[k] > hi ? rest[k] : hi;
-      sum += rest[k], content += bit_cast<uint32_t>(rest[k]);
+      products += rest[k] * 0.0f, content += bit_cast<uint32_t>(rest[k]);
     }
   }
-  const bool finite = __builtin_fabsf(sum) <= MAX_FLOAT || all_finite<T>(x, n);
+  const bool finite = __builtin_fabsf(products) <= MAX_FLOAT || all_finite<T>(x, n);
   return {lo, hi, content, finite};
 }
 
-// Philox for LANES neighbouring counters. The two vectors hold their even and odd neighbours in the
-// low halves of 64-bit lanes, where the multiplication wants them; what is in the high halves
-// never reaches a low half.
+// Philox for LANES / 2 counters, in the low halves of 64-bit lanes, where the multiplication wants
+// them; what is in the high halves never reaches a low half.
 struct Philox {
   Longs c0, c1, c2, c3;
 
-  INLINE void round(Longs k0, Longs k1) {
+  INLINE void rounds_0_and_1(const BlockStream& stream, uint64_t counter) {
+    static constexpr uint64_t EVEN[8] = {0, 2, 4, 6, 8, 10, 12, 14};
+    const Longs p0 = multiply_low(load<Longs>(EVEN) + counter, Longs{} + MULTIPLIERS[0]);
+    const Longs p1 = multiply_low(p0 >> 32 ^ stream.round0_c2, Longs{} + MULTIPLIERS[1]);
+    c0 = p1 >> 32 ^ stream.round1_c0;
+    c1 = p1;
+    c2 = p0 ^ stream.round1_c2;
+  }
+
+  INLINE void round_2(const BlockStream& stream) {
     const Longs p0 = multiply_low(c0, Longs{} + MULTIPLIERS[0]);
     const Longs p1 = multiply_low(c2, Longs{} + MULTIPLIERS[1]);
-    c0 = xor3(p1 >> 32, c1, k0);
-    c2 = xor3(p0 >> 32, c3, k1);
+    c0 = xor3(p1 >> 32, c1, Longs{} + stream.k0[2]);
+    c2 = p0 >> 32 ^ stream.round2_c2;
+    c1 = p1, c3 = p0;
+  }
+
+  INLINE void round(uint64_t k0, uint64_t k1) {
+    const Longs p0 = multiply_low(c0, Longs{} + MULTIPLIERS[0]);
+    const Longs p1 = multiply_low(c2, Longs{} + MULTIPLIERS[1]);
+    c0 = xor3(p1 >> 32, c1, Longs{} + k0);
+    c2 = xor3(p0 >> 32, c3, Longs{} + k1);
     c1 = p1, c3 = p0;
   }
 };
 
-INLINE Words interleave(Longs even, Longs odd) {
-  return (Words)((even & 0xffffffff) | odd << 32);
-}
-
-// r of CHUNK values from value `at` of a block on: [Note: where the random bits come from].
-void random16_per_value(int64_t at, const Counter& counter, const PhiloxKey& key, int32_t* r) {
-  for (int part = 0; part < 16; part += LANES) {
-    Longs first;
-    for (int i = 0; i < LANES / 2; i++) first[i] = uint64_t(at / 8 + part + 2 * i);
-    const Longs c1 = Longs{} + counter.block, c2 = Longs{} + counter.segment;
-    const Longs c3 = Longs{} + counter.row;
-    Philox even = {first, c1, c2, c3}, odd = {first + 1, c1, c2, c3};
-    Longs k0 = Longs{} + key.k0, k1 = Longs{} + key.k1;
-    for (int round = 0; round < 10; round++) {
-      even.round(k0, k1), odd.round(k0, k1);
-      k0 += WEYL[0], k1 += WEYL[1];
-    }
-    const Words words[4] = {interleave(even.c0, odd.c0), interleave(even.c1, odd.c1),
-                            interleave(even.c2, odd.c2), interleave(even.c3, odd.c3)};
-    for (int i = 0; i < 4; i++) {
-      store(r + 32 * i + part, words[i] & 0xffff);
-      store(r + 32 * i + 16 + part, words[i] >> 16);
+// Random bits of CHAINS * LANES / 2 neighbouring counters. `r` is that of the first one's first value.
+// Its own function without a loop over counters: inlined into one, its keys leave the registers.
+__attribute__((noinline)) void random16(const BlockStream& stream, uint64_t counter, int32_t* r) {
+  Philox chain[CHAINS];  // even counters, odd counters, the next even ones
+#pragma GCC unroll 4
+  for (int i = 0; i < CHAINS; i++)
+    chain[i].rounds_0_and_1(stream, counter + uint64_t(i / 2 * LANES + i % 2));
+#pragma GCC unroll 4
+  for (int i = 0; i < CHAINS; i++) chain[i].round_2(stream);
+#pragma GCC unroll 7
+  for (int round = 3; round < 10; round++)
+#pragma GCC unroll 4
+    for (int i = 0; i < CHAINS; i++) chain[i].round(stream.k0[round], stream.k1[round]);
+#pragma GCC unroll 2
+  for (int i = 0; i < CHAINS; i += 2) {
+    const Words words[4] = {
+        interleave(chain[i].c0, chain[i + 1].c0), interleave(chain[i].c1, chain[i + 1].c1),
+        interleave(chain[i].c2, chain[i + 1].c2), interleave(chain[i].c3, chain[i + 1].c3)};
+    int32_t* to = r + i / 2 * LANES / 16 * CHUNK + i / 2 * LANES % 16;
+#pragma GCC unroll 4
+    for (int word = 0; word < 4; word++) {
+      store(to + 32 * word, words[word] & 0xffff);
+      store(to + 32 * word + 16, words[word] >> 16);
     }
   }
 }
 
-// q of LANES values: the position on the grid with 16 fractional bits.
-template <class T>
-INLINE Ints position(const char* x, const Plan& plan) {
-  const Floats y = (T::get(x) * plan.p - plan.lo_p) * plan.inverse;
-  return round_to_int(smaller(y, all(plan.top)));
+// r of REFILL values from value `at` of a block on: [Note: where the random bits come from].
+INLINE void random16_per_value(int64_t at, const BlockStream& stream, int32_t* r) {
+  for (int first = 0; first < REFILL / 8; first += CHAINS * LANES / 2)
+    random16(stream, uint64_t(at / 8 + first), r + first / 16 * CHUNK + first % 16);
 }
 
+// q of LANES values: the position on the grid with 16 fractional bits. It may exceed its largest
+// value, top, by roundings: by 2 at most, so that only the highest code has to be limited.
 template <class T>
+INLINE Ints position(const char* x, const Plan& plan) {
+  return round_to_int((T::get(x) - plan.lo_p) * plan.inverse);
+}
+
+// Codes of CHUNK values; `r` for each, or one for all.
+template <bool EACH, class T>
 INLINE void quantize_uniform(const char* x, const Plan& plan, const int32_t* r, uint8_t* codes) {
   for (int i = 0; i < CHUNK; i += GROUP) {
     Ints code[4];
     for (int k = 0; k < 4; k++) {
       const int at = i + k * LANES;
-      code[k] = (position<T>(x + at * T::SIZE, plan) + load<Ints>(r + at)) >> 16;
+      const Ints add = EACH ? load<Ints>(r + at) : *r + Ints{};
+      code[k] = (position<T>(x + at * T::SIZE, plan) + add) >> 16;
     }
-    narrow_to_bytes(code, codes + i);
+    narrow_to_bytes(code, plan.limit, codes + i);
+  }
+}
+
+// Up to 16 levels: a binary search in all lanes at once. tree[2^d - 1 + i] is the threshold of node
+// i at depth d.
+template <class T>
+INLINE void quantize_few_levels(const char* x, const Plan& plan, const int32_t* tree, int depth,
+                                uint8_t* codes) {
+  for (int i = 0; i < CHUNK; i += GROUP) {
+    Ints q[4], code[4] = {};
+    for (int k = 0; k < 4; k++) q[k] = position<T>(x + (i + k * LANES) * T::SIZE, plan);
+    for (int d = 0; d < depth; d++)
+      for (int k = 0; k < 4; k++)
+        code[k] += code[k] - (q[k] >= lookup(tree + (1 << d) - 1, code[k]));
+    narrow_to_bytes(code, plan.limit, codes + i);
   }
 }
 
 template <class T>
-INLINE void quantize_levels(const char* x, const Plan& plan, const uint8_t* level_codes,
-                            uint8_t* codes) {
+INLINE void quantize_many_levels(const char* x, const Plan& plan, const uint8_t* level_codes,
+                                 uint8_t* codes) {
   int32_t q[CHUNK];
   for (int i = 0; i < CHUNK; i += LANES) store(q + i, position<T>(x + i * T::SIZE, plan));
+#pragma GCC unroll 16
   for (int i = 0; i < CHUNK; i++) codes[i] = level_codes[q[i]];
+}
+
+// Where the codes of a block come from, beside its values.
+struct Source {
+  const Span& span;
+  const Plan& plan;
+  const BlockStream& stream;
+  int32_t shift;        // r of all values, unless each has its own
+  int32_t r[REFILL];
+};
+
+// Codes of CHUNK values of a block from value `at` on.
+template <class T>
+INLINE void quantize(const char* x, int64_t at, Source& source, uint8_t* codes) {
+  const Span& span = source.span;
+  if (span.levels && span.bits <= MAX_TREE_BITS) {
+    quantize_few_levels<T>(x, source.plan, span.level_tree, span.bits, codes);
+  } else if (span.levels) {
+    quantize_many_levels<T>(x, source.plan, span.level_codes, codes);
+  } else if (span.rounding == STOCHASTIC) {
+    if (at % REFILL == 0) random16_per_value(at, source.stream, source.r);
+    quantize_uniform<true, T>(x, source.plan, source.r + at % REFILL, codes);
+  } else {
+    quantize_uniform<false, T>(x, source.plan, &source.shift, codes);
+  }
+}
+
+// The same for a block whose range needs scaling. Rare, so not worth a multiplication elsewhere.
+template <class T>
+void quantize_scaled(const char* x, int64_t at, Source& source, uint8_t* codes) {
+  float scaled[CHUNK];
+  for (int i = 0; i < CHUNK; i += LANES)
+    store(scaled + i, T::get(x + i * T::SIZE) * source.plan.p);
+  quantize<Float32>(reinterpret_cast<const char*>(scaled), at, source, codes);
 }
 
 // Codes of a block's values, packed.
 template <class T>
-INLINE void quantize_block(const char* x, int64_t n, const Span& span, const Plan& plan,
-                           int32_t shift, const Counter& counter, const PhiloxKey& key,
-                           const Planes& planes, uint8_t* to) {
-  int32_t r[CHUNK];
+INLINE void quantize_block(const char* x, int64_t n, Source& source, const Planes& planes,
+                           uint8_t* to) {
   char padded[CHUNK * T::SIZE];
   uint8_t buffer[CHUNK];
-  if (span.rounding != STOCHASTIC)
-    for (int i = 0; i < CHUNK; i++) r[i] = shift >= 0 ? shift : 32768;
   for (int64_t at = 0; at < n; at += CHUNK) {
     const int64_t count = minimum(n - at, CHUNK);
     const bool direct = planes.width[0] == 8 && count == CHUNK;
     const char* from = x + at * T::SIZE;
     uint8_t* codes = direct ? to + at : buffer;
     if (count < CHUNK) from = pad<T>(from, count, padded, CHUNK);
-    if (span.rounding == STOCHASTIC) random16_per_value(at, counter, key, r);
-    if (span.levels)
-      quantize_levels<T>(from, plan, span.level_codes, codes);
+    if (source.plan.p == 1.0f)
+      quantize<T>(from, at, source, codes);
     else
-      quantize_uniform<T>(from, plan, r, codes);
+      quantize_scaled<T>(from, at, source, codes);
     if (direct) continue;
-    if (planes.width[0] == 8) {
-      memcpy(to + at, codes, size_t(count));
-      continue;
-    }
-    memset(codes + count, 0, size_t(CHUNK - count));
+    if (count < CHUNK) memset(codes + count, 0, size_t(CHUNK - count));
     pack(codes, count, planes, at, to);
   }
 }
@@ -771,7 +914,8 @@ template <class T>
 INLINE void encode_block(const EncodeJob& job, const Span& span, const Counter& counter,
                          const char* x, int64_t n, const Planes& planes, uint8_t* meta,
                          uint8_t* codes) {
-  const Extremes extremes = scan<T>(x, n);
+  const Extremes extremes =
+      span.rounding == NEAREST ? scan<false, T>(x, n) : scan<true, T>(x, n);
   if (!extremes.finite) {
     const uint32_t nans[2] = {NAN_BITS, NAN_BITS};
     memcpy(meta, nans, sizeof nans);
@@ -780,10 +924,11 @@ INLINE void encode_block(const EncodeJob& job, const Span& span, const Counter& 
   }
   const PhiloxKey key = {uint32_t(job.key), uint32_t(job.key >> 32) ^ extremes.content};
   const int32_t shift = span.rounding == SHIFT ? int32_t(philox_word0(counter, key) & 0xffff) : -1;
-  const Plan plan = plan_block(extremes, span.levels ? 1 : (1 << span.bits) - 1, shift);
+  const Plan plan = plan_block(extremes, span, shift);
   const float pair[2] = {plan.scale, plan.offset};
   memcpy(meta, pair, sizeof pair);
-  quantize_block<T>(x, n, span, plan, shift, counter, key, planes, codes);
+  Source source = {span, plan, BlockStream(counter, key), shift >= 0 ? shift : 32768, {}};
+  quantize_block<T>(x, n, source, planes, codes);
 }
 
 template <class T>
@@ -864,6 +1009,7 @@ INLINE void decode_tile(const Span& span, const uint8_t* meta, const uint8_t* pa
     }
     if (span.levels) {
       float grid[CHUNK];
+#pragma GCC unroll 16
       for (int k = 0; k < CHUNK; k++) grid[k] = span.levels[codes[k]];
       dequantize(first, grid, pair[0], pair[1], sum + i);
     } else {

@@ -20,7 +20,7 @@ from qsdp.wire import Span, WireLayout
 NAME = "cpu"
 
 LIBRARY = Path(__file__).with_name("_cpu.so")
-ABI = 1  # of cpu.cpp; a library with another number was left over from another version
+ABI = 2  # of cpu.cpp; a library with another number was left over from another version
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ROUNDINGS = {"nearest": 0, "stochastic": 1, "shift": 2}
@@ -39,6 +39,7 @@ class _Span(ctypes.Structure):
         ("bits", c_int32),
         ("rounding", c_int32),
         ("levels", c_void_p),
+        ("level_tree", c_void_p),
         ("level_codes", c_void_p),
     ]
 
@@ -193,10 +194,9 @@ def _build_table(layout: WireLayout) -> _Table:
 
 def _span(span: Span) -> _Span:
     segment = span.segment
-    levels: int | None = None
-    level_codes: int | None = None
+    tables: list[int | None] = [None, None, None]
     if segment.bits is not None and segment.levels is not None:
-        levels, level_codes = (table.data_ptr() for table in _level_tables(segment.levels))
+        tables = [table.data_ptr() for table in _level_tables(segment.levels)]
     return _Span(
         segment.numel,
         span.value_offset,
@@ -205,17 +205,23 @@ def _span(span: Span) -> _Span:
         segment.block_size,
         segment.bits or 0,
         _ROUNDINGS[segment.rounding],
-        levels,
-        level_codes,
+        *tables,
     )
 
 
 @lru_cache(maxsize=_MAX_TABLES)
-def _level_tables(levels: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The levels as float32, and the code of every position on the grid as uint8."""
-    grid = torch.arange(FRACTION + 1)
-    codes = torch.bucketize(grid, level_thresholds(levels), right=True)
-    return torch.tensor(levels, dtype=torch.float32), codes.to(torch.uint8)
+def _level_tables(levels: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Levels, thresholds as a search tree, and the code of every position on the grid.
+
+    The tree lies depth after depth, with room behind it for a vector to be loaded from any of them.
+    """
+    thresholds = level_thresholds(levels)
+    depths = range(len(levels).bit_length() - 1)
+    strides = [len(levels) >> depth for depth in depths]
+    tree = torch.cat([thresholds[stride // 2 - 1 :: stride] for stride in strides])
+    tree = torch.nn.functional.pad(tree, (0, 16)).to(torch.int32)
+    codes = torch.bucketize(torch.arange(FRACTION + 1), thresholds, right=True).to(torch.uint8)
+    return torch.tensor(levels, dtype=torch.float32), tree, codes
 
 
 def _library() -> ctypes.CDLL:
