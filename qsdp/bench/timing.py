@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -20,16 +21,20 @@ def median_seconds(
 ) -> dict[str, float]:
     """Median seconds of each candidate over rounds in which every one runs once.
 
-    A candidate that has used up ``budget`` seconds runs no more, but three times at least.
+    The order is another one in every round, because what ran before leaves the caches in its own
+    state. A candidate that has used up ``budget`` seconds runs no more, but three times at least.
     """
     timer = _cuda_seconds if device.type == "cuda" else _cpu_seconds
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for run in candidates.values():
         timer(run)
+    order = list(candidates)
+    shuffle = random.Random(0).shuffle
     for round_ in range(repetitions):
-        for name, run in candidates.items():
+        shuffle(order)
+        for name in order:
             if round_ < MIN_REPETITIONS or sum(seconds[name]) < budget:
-                seconds[name].append(timer(run))
+                seconds[name].append(timer(candidates[name]))
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
