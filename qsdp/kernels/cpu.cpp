@@ -381,7 +381,7 @@ namespace QSDP_NAMESPACE {
 
 constexpr int LANES = QSDP_LANES;
 constexpr int GROUP = 4 * LANES;  // values narrowed to bytes together
-constexpr int CHAINS = 4;         // vectors of Philox in flight: one round alone waits for itself
+constexpr int CHAINS = LANES == 8 ? 2 : 4;         // vectors of Philox in flight: one round alone waits for itself
 constexpr int REFILL = maximum(CHUNK, 8 * CHAINS * LANES / 2);  // values served by one refill
 
 typedef float Floats __attribute__((vector_size(4 * QSDP_LANES)));
@@ -599,55 +599,143 @@ struct Float16 {
 
 // ------------------------------------------------------------------------------------ bit planes
 
-// CHUNK codes to CHUNK * width / 8 bytes. Each round of shifts joins neighbours in wider lanes.
-INLINE void pack_plane(const uint8_t* __restrict codes, int width, int shift,
-                       uint8_t* __restrict to) {
-  if (width == 4) {  // always the lowest bits
-    for (int i = 0; i < CHUNK / 2; i++) {
-      const uint16_t x = load<uint16_t>(codes + 2 * i) & 0x0f0f;
-      to[i] = uint8_t(x | x >> 4);
-    }
-  } else if (width == 2) {
-    for (int i = 0; i < CHUNK / 4; i++) {
-      uint32_t x = (load<uint32_t>(codes + 4 * i) >> shift) & 0x03030303;
-      x = (x | x >> 6) & 0x000f000f;
-      to[i] = uint8_t(x | x >> 12);
-    }
-  } else {
-    for (int i = 0; i < CHUNK / 8; i++) {
-      uint64_t x = (load<uint64_t>(codes + 8 * i) >> shift) & 0x0101010101010101;
-      x = (x | x >> 7) & 0x0003000300030003;
-      x = (x | x >> 14) & 0x0000000f0000000f;
-      to[i] = uint8_t(x | x >> 28);
-    }
+// pack_4, pack_2 and pack_1 take CHUNK codes to one plane of CHUNK * width / 8 bytes; unpack_4,
+// unpack_2 and unpack_1 add a plane to CHUNK codes. The plane of 4 bits is always the first.
+
+#if QSDP_LANES == 16
+
+INLINE void pack_4(const uint8_t* codes, uint8_t* to) {
+  for (int i = 0; i < CHUNK; i += 64) {
+    const __m512i x = _mm512_and_si512(load<__m512i>(codes + i), _mm512_set1_epi8(0x0f));
+    const __m512i pairs = _mm512_maddubs_epi16(x, _mm512_set1_epi16(0x1001));  // x0 + 16 x1
+    store(to + i / 2, _mm512_cvtepi16_epi8(pairs));
+  }
+}
+INLINE void pack_2(const uint8_t* codes, int shift, uint8_t* to) {
+  for (int i = 0; i < CHUNK; i += 64) {
+    const __m512i shifted = _mm512_srl_epi16(load<__m512i>(codes + i), _mm_cvtsi32_si128(shift));
+    const __m512i x = _mm512_and_si512(shifted, _mm512_set1_epi8(0x03));
+    const __m512i pairs = _mm512_maddubs_epi16(x, _mm512_set1_epi16(0x0401));  // x0 + 4 x1
+    const __m512i fours = _mm512_madd_epi16(pairs, _mm512_set1_epi32(0x00100001));
+    store(to + i / 4, _mm512_cvtepi32_epi8(fours));
+  }
+}
+INLINE void pack_1(const uint8_t* codes, int shift, uint8_t* to) {
+  const __m512i bit = _mm512_set1_epi8(char(1 << shift));
+  for (int i = 0; i < CHUNK; i += 64)
+    store(to + i / 8, uint64_t(_mm512_test_epi8_mask(load<__m512i>(codes + i), bit)));
+}
+INLINE void unpack_1(const uint8_t* from, int shift, uint8_t* codes) {
+  const __m512i bit = _mm512_set1_epi8(char(1 << shift));
+  for (int i = 0; i < CHUNK; i += 64) {
+    const __m512i x = _mm512_maskz_mov_epi8(load<uint64_t>(from + i / 8), bit);
+    store(codes + i, _mm512_or_si512(load<__m512i>(codes + i), x));
   }
 }
 
-// The inverse: sets the plane's bits in CHUNK codes, and clears the others if it is the first.
-INLINE void unpack_plane(const uint8_t* __restrict from, int width, int shift, bool first,
-                         uint8_t* __restrict codes) {
-  if (width == 4) {  // always the first plane
-    for (int i = 0; i < CHUNK / 2; i++) {
-      const uint16_t x = from[i];
-      store(codes + 2 * i, uint16_t((x | x << 4) & 0x0f0f));
+#elif QSDP_LANES == 8
+
+INLINE void pack_4(const uint8_t* codes, uint8_t* to) {
+  for (int i = 0; i < CHUNK; i += 64) {
+    __m256i pairs[2];
+    for (int k = 0; k < 2; k++) {
+      const __m256i x = load<__m256i>(codes + i + 32 * k);
+      pairs[k] = _mm256_maddubs_epi16(_mm256_and_si256(x, _mm256_set1_epi8(0x0f)),
+                                      _mm256_set1_epi16(0x1001));  // x0 + 16 x1
     }
-  } else if (width == 2) {
-    const uint32_t keep = first ? 0 : ~0u;
-    for (int i = 0; i < CHUNK / 4; i++) {
-      uint32_t x = from[i];
-      x = (x | x << 12) & 0x000f000f;
-      x = (x | x << 6) & 0x03030303;
-      store(codes + 4 * i, (load<uint32_t>(codes + 4 * i) & keep) | x << shift);
-    }
-  } else {  // never the first
-    for (int i = 0; i < CHUNK / 8; i++) {
-      uint64_t x = from[i];
-      x = (x | x << 28) & 0x0000000f0000000f;
-      x = (x | x << 14) & 0x0003000300030003;
-      x = (x | x << 7) & 0x0101010101010101;
-      store(codes + 8 * i, load<uint64_t>(codes + 8 * i) | x << shift);
-    }
+    store(to + i / 2, _mm256_permute4x64_epi64(_mm256_packus_epi16(pairs[0], pairs[1]), 0xd8));
   }
+}
+INLINE void pack_2(const uint8_t* codes, int shift, uint8_t* to) {
+  Ints fours[4];
+  for (int k = 0; k < 4; k++) {
+    const __m256i shifted =
+        _mm256_srl_epi16(load<__m256i>(codes + 32 * k), _mm_cvtsi32_si128(shift));
+    const __m256i x = _mm256_and_si256(shifted, _mm256_set1_epi8(0x03));
+    const __m256i pairs = _mm256_maddubs_epi16(x, _mm256_set1_epi16(0x0401));  // x0 + 4 x1
+    fours[k] = (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi32(0x00100001));
+  }
+  narrow_to_bytes(fours, 255, to);
+}
+INLINE void pack_1(const uint8_t* codes, int shift, uint8_t* to) {
+  const __m128i up = _mm_cvtsi32_si128(7 - shift);  // to the sign of every byte
+  for (int i = 0; i < CHUNK; i += 32)
+    store(to + i / 8, _mm256_movemask_epi8(_mm256_sll_epi16(load<__m256i>(codes + i), up)));
+}
+INLINE void unpack_1(const uint8_t* from, int shift, uint8_t* codes) {
+  const __m256i bit = _mm256_set1_epi8(char(1 << shift));
+  const __m256i own_bit = _mm256_set1_epi64x(int64_t(0x8040201008040201));
+  const __m256i own_byte =
+      _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+  for (int i = 0; i < CHUNK; i += 32) {
+    const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(load<int>(from + i / 8)), own_byte);
+    const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, own_bit), own_bit);
+    const __m256i x = _mm256_and_si256(set, bit);
+    store(codes + i, _mm256_or_si256(load<__m256i>(codes + i), x));
+  }
+}
+
+#else  // every round of shifts joins neighbours in wider lanes
+
+INLINE void pack_4(const uint8_t* __restrict codes, uint8_t* __restrict to) {
+  for (int i = 0; i < CHUNK / 2; i++) {
+    const uint16_t x = load<uint16_t>(codes + 2 * i) & 0x0f0f;
+    to[i] = uint8_t(x | x >> 4);
+  }
+}
+INLINE void pack_2(const uint8_t* __restrict codes, int shift, uint8_t* __restrict to) {
+  for (int i = 0; i < CHUNK / 4; i++) {
+    uint32_t x = (load<uint32_t>(codes + 4 * i) >> shift) & 0x03030303;
+    x = (x | x >> 6) & 0x000f000f;
+    to[i] = uint8_t(x | x >> 12);
+  }
+}
+INLINE void pack_1(const uint8_t* __restrict codes, int shift, uint8_t* __restrict to) {
+  for (int i = 0; i < CHUNK / 8; i++) {
+    uint64_t x = (load<uint64_t>(codes + 8 * i) >> shift) & 0x0101010101010101;
+    x = (x | x >> 7) & 0x0003000300030003;
+    x = (x | x >> 14) & 0x0000000f0000000f;
+    to[i] = uint8_t(x | x >> 28);
+  }
+}
+INLINE void unpack_1(const uint8_t* __restrict from, int shift, uint8_t* __restrict codes) {
+  for (int i = 0; i < CHUNK / 8; i++) {
+    uint64_t x = from[i];
+    x = (x | x << 28) & 0x0000000f0000000f;
+    x = (x | x << 14) & 0x0003000300030003;
+    x = (x | x << 7) & 0x0101010101010101;
+    store(codes + 8 * i, load<uint64_t>(codes + 8 * i) | x << shift);
+  }
+}
+
+#endif
+
+INLINE void unpack_4(const uint8_t* __restrict from, uint8_t* __restrict codes) {
+  for (int i = 0; i < CHUNK / 2; i++) {
+    const uint16_t x = from[i];
+    store(codes + 2 * i, uint16_t((x | x << 4) & 0x0f0f));
+  }
+}
+INLINE void unpack_2(const uint8_t* __restrict from, int shift, uint8_t* __restrict codes) {
+  const uint32_t keep = shift ? ~0u : 0;  // the first plane clears what was there
+  for (int i = 0; i < CHUNK / 4; i++) {
+    uint32_t x = from[i];
+    x = (x | x << 12) & 0x000f000f;
+    x = (x | x << 6) & 0x03030303;
+    store(codes + 4 * i, (load<uint32_t>(codes + 4 * i) & keep) | x << shift);
+  }
+}
+
+INLINE void pack_plane(const uint8_t* codes, int width, int shift, uint8_t* to) {
+  if (width == 4) return pack_4(codes, to);
+  if (width == 2) return pack_2(codes, shift, to);
+  pack_1(codes, shift, to);
+}
+
+INLINE void unpack_plane(const uint8_t* from, int width, int shift, uint8_t* codes) {
+  if (width == 4) return unpack_4(from, codes);
+  if (width == 2) return unpack_2(from, shift, codes);
+  unpack_1(from, shift, codes);
 }
 
 // `n` codes, and zeros up to CHUNK, into the planes of a block at value `at`, a multiple of CHUNK.
@@ -680,7 +768,7 @@ INLINE void unpack(const uint8_t* from, int64_t n, const Planes& planes, int64_t
     if (width == 8)
       memcpy(codes, plane, CHUNK);
     else
-      unpack_plane(plane, width, planes.shift[i], i == 0, codes);
+      unpack_plane(plane, width, planes.shift[i], codes);
   }
 }
 
@@ -848,7 +936,7 @@ INLINE void quantize_few_levels(const char* x, const Plan& plan, const int32_t* 
 template <class T>
 INLINE void quantize_many_levels(const char* x, const Plan& plan, const uint8_t* level_codes,
                                  uint8_t* codes) {
-  int32_t q[CHUNK];
+  alignas(64) int32_t q[CHUNK];
   for (int i = 0; i < CHUNK; i += LANES) store(q + i, position<T>(x + i * T::SIZE, plan));
 #pragma GCC unroll 16
   for (int i = 0; i < CHUNK; i++) codes[i] = level_codes[q[i]];
@@ -858,22 +946,21 @@ INLINE void quantize_many_levels(const char* x, const Plan& plan, const uint8_t*
 struct Source {
   const Span& span;
   const Plan& plan;
-  const BlockStream& stream;
-  int32_t shift;        // r of all values, unless each has its own
-  int32_t r[REFILL];
+  const BlockStream* stream;  // of each value's r, or null, and then
+  int32_t shift;              // r of all values
 };
 
-// Codes of CHUNK values of a block from value `at` on.
+// Codes of CHUNK values of a block from value `at` on. `r` keeps random bits from call to call.
 template <class T>
-INLINE void quantize(const char* x, int64_t at, Source& source, uint8_t* codes) {
+INLINE void quantize(const char* x, int64_t at, const Source& source, int32_t* r, uint8_t* codes) {
   const Span& span = source.span;
   if (span.levels && span.bits <= MAX_TREE_BITS) {
     quantize_few_levels<T>(x, source.plan, span.level_tree, span.bits, codes);
   } else if (span.levels) {
     quantize_many_levels<T>(x, source.plan, span.level_codes, codes);
-  } else if (span.rounding == STOCHASTIC) {
-    if (at % REFILL == 0) random16_per_value(at, source.stream, source.r);
-    quantize_uniform<true, T>(x, source.plan, source.r + at % REFILL, codes);
+  } else if (source.stream) {
+    if (at % REFILL == 0) random16_per_value(at, *source.stream, r);
+    quantize_uniform<true, T>(x, source.plan, r + at % REFILL, codes);
   } else {
     quantize_uniform<false, T>(x, source.plan, &source.shift, codes);
   }
@@ -881,19 +968,20 @@ INLINE void quantize(const char* x, int64_t at, Source& source, uint8_t* codes) 
 
 // The same for a block whose range needs scaling. Rare, so not worth a multiplication elsewhere.
 template <class T>
-void quantize_scaled(const char* x, int64_t at, Source& source, uint8_t* codes) {
-  float scaled[CHUNK];
+void quantize_scaled(const char* x, int64_t at, const Source& source, int32_t* r, uint8_t* codes) {
+  alignas(64) float scaled[CHUNK];
   for (int i = 0; i < CHUNK; i += LANES)
     store(scaled + i, T::get(x + i * T::SIZE) * source.plan.p);
-  quantize<Float32>(reinterpret_cast<const char*>(scaled), at, source, codes);
+  quantize<Float32>(reinterpret_cast<const char*>(scaled), at, source, r, codes);
 }
 
 // Codes of a block's values, packed.
 template <class T>
-INLINE void quantize_block(const char* x, int64_t n, Source& source, const Planes& planes,
+INLINE void quantize_block(const char* x, int64_t n, const Source& source, const Planes& planes,
                            uint8_t* to) {
+  alignas(64) int32_t r[REFILL];
   char padded[CHUNK * T::SIZE];
-  uint8_t buffer[CHUNK];
+  alignas(64) uint8_t buffer[CHUNK];
   for (int64_t at = 0; at < n; at += CHUNK) {
     const int64_t count = minimum(n - at, CHUNK);
     const bool direct = planes.width[0] == 8 && count == CHUNK;
@@ -901,9 +989,9 @@ INLINE void quantize_block(const char* x, int64_t n, Source& source, const Plane
     uint8_t* codes = direct ? to + at : buffer;
     if (count < CHUNK) from = pad<T>(from, count, padded, CHUNK);
     if (source.plan.p == 1.0f)
-      quantize<T>(from, at, source, codes);
+      quantize<T>(from, at, source, r, codes);
     else
-      quantize_scaled<T>(from, at, source, codes);
+      quantize_scaled<T>(from, at, source, r, codes);
     if (direct) continue;
     if (count < CHUNK) memset(codes + count, 0, size_t(CHUNK - count));
     pack(codes, count, planes, at, to);
@@ -927,8 +1015,12 @@ INLINE void encode_block(const EncodeJob& job, const Span& span, const Counter& 
   const Plan plan = plan_block(extremes, span, shift);
   const float pair[2] = {plan.scale, plan.offset};
   memcpy(meta, pair, sizeof pair);
-  Source source = {span, plan, BlockStream(counter, key), shift >= 0 ? shift : 32768, {}};
-  quantize_block<T>(x, n, source, planes, codes);
+  if (span.rounding == STOCHASTIC) {
+    const BlockStream stream(counter, key);
+    quantize_block<T>(x, n, {span, plan, &stream, 0}, planes, codes);
+  } else {
+    quantize_block<T>(x, n, {span, plan, nullptr, shift >= 0 ? shift : 32768}, planes, codes);
+  }
 }
 
 template <class T>
@@ -999,7 +1091,7 @@ INLINE void decode_tile(const Span& span, const uint8_t* meta, const uint8_t* pa
                         const Planes& planes, int64_t at, int64_t n, bool first, float* sum) {
   float pair[2];
   memcpy(pair, meta, sizeof pair);
-  uint8_t buffer[CHUNK];
+  alignas(64) uint8_t buffer[CHUNK];
   for (int64_t i = 0; i < n; i += CHUNK) {
     const int64_t count = minimum(n - i, CHUNK);
     const uint8_t* codes = packed + at + i;
@@ -1073,7 +1165,7 @@ INLINE void finish_tile(const DecodeJob& job, float* sum, int64_t n, char* out) 
 INLINE void decode_one(const DecodeJob& job, int64_t output, const Span& span, int64_t block,
                        const Planes& full, const Planes& planes, int64_t at, int64_t n) {
   const Layout& layout = *job.layout;
-  float sum[TILE + 64];
+  alignas(64) float sum[TILE];
   const uint8_t* row = job.wire + output * job.rows_per_output * layout.row_bytes;
   for (int64_t i = 0; i < job.rows_per_output; i++, row += layout.row_bytes) {
     const uint8_t* data = row + span.data_offset;
