@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     if settings.device.type == "cpu" and platform.system() == "Linux" and not _allocator_is_set():
         command = [sys.executable, "-m", "qsdp.bench.kernels", *argv]
         return subprocess.run(command, env=os.environ | ALLOCATOR).returncode
-    backend = backend_for(settings.device)
+    load, backend = output.load(), backend_for(settings.device)
     differences = _differences(backend, settings)
     if differences:
         print(f"the {backend.NAME} kernels differ from the reference; no speed:", file=sys.stderr)
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = list(measure(settings, backend))
     if options.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
-    parts = [output.header(settings, backend, _allocator_note(settings))]
+    parts = [output.header(settings, backend, _allocator_note(settings), load)]
     parts.append("kernels equal the reference: yes, checked before measuring")
     parts.append(output.format_table(rows))
     if options.bars:

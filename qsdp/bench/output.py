@@ -23,7 +23,7 @@ COLUMNS = ("op", "bits", "rounding", "dtype", "threads", "what", "GB/s", "copy",
 WIDTH = 100
 
 
-def header(settings: Settings, backend: Backend, allocator: str) -> str:
+def header(settings: Settings, backend: Backend, allocator: str, load: str) -> str:
     """Date, machine, versions, command and how to read the numbers."""
     on_gpu = settings.device.type == "cuda"
     counted = "bytes read and written" if on_gpu else "bytes of values"
@@ -31,6 +31,7 @@ def header(settings: Settings, backend: Backend, allocator: str) -> str:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
         "machine": _machine(settings.device),
+        "load": load,
         "torch": f"{torch.__version__}, Python {platform.python_version()}",
         "backend": describe(backend),
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
@@ -41,6 +42,16 @@ def header(settings: Settings, backend: Backend, allocator: str) -> str:
         "memory": allocator,
     }
     return "\n".join(f"{name:<9}{fact}" for name, fact in facts.items())
+
+
+def load() -> str:
+    """Load of the minute before; call it before measuring. Other work shows in every number."""
+    try:
+        average = os.getloadavg()[0]
+    except OSError:
+        return "unknown"
+    busy = ": busy, do not trust these numbers" if average > 1 else ""
+    return f"{average:.1f} on {os.cpu_count()} cores in the minute before{busy}"
 
 
 def format_table(rows: Sequence[Row]) -> str:
