@@ -88,7 +88,7 @@ class TrainConfig:
     """Sequences in one forward of one rank; default: no gradient accumulation."""
     sync_every_micro_batch: bool = False
     """Reduce gradients after each micro-batch, which saves memory, rather than after the last."""
-    lr: float = 2e-3
+    lr: float = 1e-3
     """Peak learning rate, reached after the warm-up and followed by a cosine."""
     warmup_steps: int = 32
     """Steps of linear warm-up."""

@@ -124,8 +124,8 @@ def comparison(reports: list[RunReport]) -> Table:
     """One row a run. Bytes are what rank 0 sends in a step, times are medians over steps."""
     table = Table(
         title="Validation perplexity, and bytes and milliseconds of a step",
-        caption="decoded: the weights that training sees; masters: in full precision behind them\n"
-        "sent: by one rank; fewer: than stock FSDP2; coding: encode and decode",
+        caption="decoded: weights as training sees them; masters: in full precision\n"
+        "sent: by one rank; fewer: than stock FSDP2; coding: encode, decode",
         box=box.SIMPLE_HEAD,
         padding=0,
         pad_edge=False,
