@@ -64,7 +64,8 @@ struct DecodeJob {
   int64_t num_outputs, rows_per_output;
   float multiply, divide;
   int32_t dtype;
-  bool streaming;
+  bool streaming;  // past the caches, where the output is float32
+  bool plain;      // the output is float32, nothing is summed, multiplied or divided
 };
 
 constexpr int CHUNK = 128;   // values quantized or unpacked together: one stretch of random bits
@@ -367,8 +368,11 @@ void qsdp_decode(const Layout* layout, const uint8_t* wire, char* out, int64_t n
                  int64_t rows_per_output, float multiply, float divide, int32_t dtype,
                  int32_t threads) {
   const int64_t total = num_outputs * layout->numel;
+  const bool streaming = total * item_size(dtype) >= STREAMING_BYTES;
+  const bool plain =
+      dtype == FLOAT32 && rows_per_output == 1 && multiply == 1.0f && divide == 1.0f;
   const DecodeJob job{layout,   wire,   out,   num_outputs, rows_per_output,
-                      multiply, divide, dtype, total * item_size(dtype) >= STREAMING_BYTES};
+                      multiply, divide, dtype, streaming,   plain};
   run(isa().decode, job, total, threads);
 }
 
@@ -461,7 +465,7 @@ INLINE Floats float16_to_float(const char* from) {
 INLINE void float_to_float16(Floats x, char* to) {
   store(to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
 }
-INLINE void stream(float* to, Floats x) { _mm512_stream_ps(to, (__m512)x); }
+INLINE void stream(char* to, Floats x) { _mm512_stream_ps((float*)to, (__m512)x); }
 
 #elif QSDP_LANES == 8
 
@@ -504,7 +508,7 @@ INLINE Floats float16_to_float(const char* from) {
 INLINE void float_to_float16(Floats x, char* to) {
   store(to, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
 }
-INLINE void stream(float* to, Floats x) { _mm256_stream_ps(to, (__m256)x); }
+INLINE void stream(char* to, Floats x) { _mm256_stream_ps((float*)to, (__m256)x); }
 
 #else  // any machine, through the compiler's vectors
 
@@ -521,14 +525,14 @@ INLINE Words interleave(Longs even, Longs odd) {
 #if defined(__x86_64__)
 INLINE Ints round_to_int(Floats x) { return (Ints)_mm_cvtps_epi32((__m128)x); }
 INLINE Longs multiply_low(Longs a, Longs b) { return (Longs)_mm_mul_epu32((__m128i)a, (__m128i)b); }
-INLINE void stream(float* to, Floats x) { _mm_stream_ps(to, (__m128)x); }
+INLINE void stream(char* to, Floats x) { _mm_stream_ps((float*)to, (__m128)x); }
 #else
 INLINE Ints round_to_int(Floats x) {  // 0 <= x <= 2^24; from 2^23 on every float is an integer
   const Floats magic = all(0x1p23f);
   return __builtin_convertvector(x < magic ? (x + magic) - magic : x, Ints);
 }
 INLINE Longs multiply_low(Longs a, Longs b) { return (a & 0xffffffff) * (b & 0xffffffff); }
-INLINE void stream(float* to, Floats x) { store(to, x); }
+INLINE void stream(char* to, Floats x) { store(to, x); }
 #endif
 #if defined(__x86_64__)
 INLINE void narrow_to_bytes(const Ints v[4], uint8_t limit, uint8_t* to) {
@@ -1060,35 +1064,41 @@ INLINE Floats grid_value(const uint8_t* codes) {
 }
 INLINE Floats grid_value(const float* levels) { return load<Floats>(levels); }
 
-// Adds CHUNK values to `sum`, or starts it with them.
-template <bool FIRST, bool HUGE, class Grid>
-INLINE void dequantize(const Grid* grid, float scale, float offset, float* sum) {
+// What becomes of decoded values: they are written, written past the caches, or added.
+enum class Sink { WRITE, STREAM, ADD };
+
+template <Sink SINK, bool HUGE, class Grid>
+INLINE void dequantize(const Grid* grid, float scale, float offset, char* to) {
   for (int i = 0; i < CHUNK; i += LANES) {
     Floats value = grid_value(grid + i) * scale + offset;
     if (HUGE) value = greater(all(-MAX_FLOAT), smaller(all(MAX_FLOAT), value * 4.0f));
-    store(sum + i, FIRST ? value : load<Floats>(sum + i) + value);
+    if (SINK == Sink::ADD) value = load<Floats>(to + 4 * i) + value;
+    if (SINK == Sink::STREAM)
+      stream(to + 4 * i, value);
+    else
+      store(to + 4 * i, value);
   }
 }
 
+template <Sink SINK, class Grid>
+INLINE void dequantize(const Grid* grid, float scale, float offset, char* to) {
+  if (scale < 0.0f)
+    dequantize<SINK, true>(grid, -scale, offset, to);
+  else
+    dequantize<SINK, false>(grid, __builtin_fabsf(scale), offset, to);
+}
+
+// CHUNK values as float32, from their codes.
 template <class Grid>
-INLINE void dequantize(bool first, const Grid* grid, float scale, float offset, float* sum) {
-  const float size = __builtin_fabsf(scale);
-  if (scale < 0.0f) {
-    if (first)
-      dequantize<true, true>(grid, size, offset, sum);
-    else
-      dequantize<false, true>(grid, size, offset, sum);
-  } else {
-    if (first)
-      dequantize<true, false>(grid, size, offset, sum);
-    else
-      dequantize<false, false>(grid, size, offset, sum);
-  }
+INLINE void dequantize(Sink sink, const Grid* grid, float scale, float offset, char* to) {
+  if (sink == Sink::WRITE) return dequantize<Sink::WRITE>(grid, scale, offset, to);
+  if (sink == Sink::STREAM) return dequantize<Sink::STREAM>(grid, scale, offset, to);
+  dequantize<Sink::ADD>(grid, scale, offset, to);
 }
 
-// A tile of one row: values `at` to `at + n` of a block, added to `sum` (room for TILE values).
+// A tile of one row: values `at` to `at + n` of a block, and nobody cares what up to a whole chunk.
 INLINE void decode_tile(const Span& span, const uint8_t* meta, const uint8_t* packed,
-                        const Planes& planes, int64_t at, int64_t n, bool first, float* sum) {
+                        const Planes& planes, int64_t at, int64_t n, Sink sink, char* to) {
   float pair[2];
   memcpy(pair, meta, sizeof pair);
   alignas(64) uint8_t buffer[CHUNK];
@@ -1100,12 +1110,12 @@ INLINE void decode_tile(const Span& span, const uint8_t* meta, const uint8_t* pa
       codes = buffer;
     }
     if (span.levels) {
-      float grid[CHUNK];
+      alignas(64) float grid[CHUNK];
 #pragma GCC unroll 16
       for (int k = 0; k < CHUNK; k++) grid[k] = span.levels[codes[k]];
-      dequantize(first, grid, pair[0], pair[1], sum + i);
+      dequantize(sink, grid, pair[0], pair[1], to + 4 * i);
     } else {
-      dequantize(first, codes, pair[0], pair[1], sum + i);
+      dequantize(sink, codes, pair[0], pair[1], to + 4 * i);
     }
   }
 }
@@ -1146,8 +1156,7 @@ INLINE void stream_tile(const float* sum, int64_t n, char* out) {
   write_tile<Float32>(sum, head, out);
   int64_t i = head;
   for (; i + LINE <= n; i += LINE)
-    for (int k = 0; k < LINE; k += LANES)
-      stream(reinterpret_cast<float*>(out) + i + k, load<Floats>(sum + i + k));
+    for (int k = 0; k < LINE; k += LANES) stream(out + 4 * (i + k), load<Floats>(sum + i + k));
   write_tile<Float32>(sum + i, n - i, out + i * 4);
 }
 
@@ -1161,23 +1170,33 @@ INLINE void finish_tile(const DecodeJob& job, float* sum, int64_t n, char* out) 
   write_tile<Float32>(sum, n, out);
 }
 
-// Values `at` to `at + n` of a segment, for one output: the tile lies in one block.
+// Values `at` to `at + n` of a segment, for one output. The tile lies in one block.
 INLINE void decode_one(const DecodeJob& job, int64_t output, const Span& span, int64_t block,
                        const Planes& full, const Planes& planes, int64_t at, int64_t n) {
   const Layout& layout = *job.layout;
-  alignas(64) float sum[TILE];
+  const int64_t value = span.value_offset + (span.bits ? block * span.block_size : 0) + at;
+  char* out = job.out + (output * layout.numel + value) * item_size(job.dtype);
   const uint8_t* row = job.wire + output * job.rows_per_output * layout.row_bytes;
-  for (int64_t i = 0; i < job.rows_per_output; i++, row += layout.row_bytes) {
-    const uint8_t* data = row + span.data_offset;
+  const uint8_t* codes = row + span.data_offset + block * full.bytes;
+  const uint8_t* meta = row + span.meta_offset + 8 * block;
+  const bool aligned = reinterpret_cast<uintptr_t>(out) % 64 == 0;
+  if (job.plain && span.bits && n % CHUNK == 0 && (aligned || !job.streaming)) {
+    const Sink sink = job.streaming ? Sink::STREAM : Sink::WRITE;
+    return decode_tile(span, meta, codes, planes, at, n, sink, out);
+  }
+  alignas(64) float sum[TILE];
+  for (int64_t i = 0; i < job.rows_per_output; i++) {
+    const int64_t skip = i * layout.row_bytes;
     if (span.bits)
-      decode_tile(span, row + span.meta_offset + 8 * block, data + block * full.bytes, planes, at,
-                  n, i == 0, sum);
+      decode_tile(span, meta + skip, codes + skip, planes, at, n, i ? Sink::ADD : Sink::WRITE,
+                  reinterpret_cast<char*>(sum));
     else
-      widen_tile(layout.dtype, reinterpret_cast<const char*>(data) + at * item_size(layout.dtype),
+      widen_tile(layout.dtype,
+                 reinterpret_cast<const char*>(row + span.data_offset + skip) +
+                     at * item_size(layout.dtype),
                  n, i == 0, sum);
   }
-  const int64_t value = span.value_offset + (span.bits ? block * span.block_size : 0) + at;
-  finish_tile(job, sum, n, job.out + (output * layout.numel + value) * item_size(job.dtype));
+  finish_tile(job, sum, n, out);
 }
 
 void decode(const DecodeJob& job, int64_t begin, int64_t end) {
