@@ -316,6 +316,7 @@ constexpr int64_t STREAMING_BYTES = 4 << 20;
 
 template <class Job>
 void run(void (*kernel)(const Job&, int64_t, int64_t), const Job& job, int64_t total, int threads) {
+  if (total == 0) return;  // no values: only padding, which the caller has written
   const int64_t useful = minimum(threads, divide_up(total, VALUES_PER_THREAD));
 #ifdef _OPENMP
   if (useful > 1) {
