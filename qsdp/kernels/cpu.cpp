@@ -980,6 +980,16 @@ void quantize_scaled(const char* x, int64_t at, const Source& source, int32_t* r
   quantize<Float32>(reinterpret_cast<const char*>(scaled), at, source, r, codes);
 }
 
+// Hardware prefetchers stop at the end of a page. Two lines of the page after the next start them
+// there, in time; more lines, or nearer ones, measured slower.
+INLINE void prefetch_pages(const char* x, int64_t bytes) {
+  constexpr uintptr_t PAGE = 4096;
+  const uintptr_t from = reinterpret_cast<uintptr_t>(x), to = from + uintptr_t(bytes);
+  if (from / PAGE == to / PAGE) return;
+  const char* ahead = reinterpret_cast<const char*>((to / PAGE + 1) * PAGE);
+  __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + 64, 0, 2);
+}
+
 // Codes of a block's values, packed.
 template <class T>
 INLINE void quantize_block(const char* x, int64_t n, const Source& source, const Planes& planes,
@@ -992,6 +1002,7 @@ INLINE void quantize_block(const char* x, int64_t n, const Source& source, const
     const bool direct = planes.width[0] == 8 && count == CHUNK;
     const char* from = x + at * T::SIZE;
     uint8_t* codes = direct ? to + at : buffer;
+    prefetch_pages(from, count * T::SIZE);
     if (count < CHUNK) from = pad<T>(from, count, padded, CHUNK);
     if (source.plan.p == 1.0f)
       quantize<T>(from, at, source, r, codes);
