@@ -113,9 +113,12 @@ def train_long(rank: int, steps: int) -> list[tuple[int, int]]:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_two_thousand_steps_do_not_grow() -> None:
-    """Resident size and handles stand still from step 500 to step 2,000: under 1 KiB a step."""
+    """Once allocators have settled, resident size and handles stand still to step 2,000.
+
+    Stock FSDP2 grows as much: by 0.1 to 0.3 MiB in steps 500 to 1,000, then not at all.
+    """
     for seen in run_ranks(train_long, 2, 2000):
-        middle, end = seen[4], seen[-1]
-        print(f"resident KiB at step 500 and 2000: {middle[0]} and {end[0]}; handles {end[1]}")
-        assert end[0] - middle[0] < 1500
+        middle, end = seen[9], seen[-1]
+        print(f"resident KiB at step 1000 and 2000: {middle[0]} and {end[0]}; handles {end[1]}")
+        assert end[0] - middle[0] < 500
         assert end[1] <= middle[1]
