@@ -37,7 +37,8 @@ def started_by_launcher() -> bool:
 def process_group(device: Literal["auto", "cpu", "cuda"], timeout: float) -> Iterator[Ranks]:
     """Join the other ranks: NCCL on GPUs, gloo on CPUs.
 
-    An exception leaves the group as it is: the process ends, and its peers see the connection drop.
+    An exception of this rank alone leaves the group as it is: taking it down could wait for peers
+    that are in a collective. The process ends, and they see the connection drop.
     """
     use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -54,7 +55,12 @@ def process_group(device: Literal["auto", "cpu", "cuda"], timeout: float) -> Ite
         timeout=timedelta(seconds=timeout),
         device_id=here if use_cuda else None,
     )
-    yield Ranks(dist.get_rank(), dist.get_world_size(), here)
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size(), here)
+    except SharedError:
+        # A rank that exits with the group in place can abort in gloo's threads, with status 134.
+        dist.destroy_process_group()
+        raise
     dist.destroy_process_group()
 
 
