@@ -10,8 +10,10 @@ import argparse
 import dataclasses
 import json
 import os
+import sys
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import tyro
 
@@ -33,10 +35,8 @@ def run(argv: list[str]) -> int:
 
     try:
         train(config)
-    except SharedError:
-        if os.environ["LOCAL_RANK"] == "0":
-            raise
-        return 1
+    except SharedError as error:
+        _end_rank(str(error) if os.environ["LOCAL_RANK"] == "0" else None)
     except Exception as error:
         # Not foreseen, so whoever looks for the cause needs the whole of it, but not on the screen
         # once for every rank.
@@ -45,8 +45,21 @@ def run(argv: list[str]) -> int:
         path = config.run_folder / f"traceback-rank{rank}.txt"
         path.write_text(traceback.format_exc())
         cause = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RuntimeError(f"rank {rank}: {cause} (traceback in {path})") from error
+        _end_rank(f"rank {rank}: {cause} (traceback in {path})")
     return 0
+
+
+def _end_rank(message: str | None) -> NoReturn:
+    """End this rank with status 1, after one line where there is a message.
+
+    Without the interpreter's teardown: gloo's threads still run after an error, and destroying them
+    there now and then aborts, which would turn status 1 into 134.
+    """
+    if message is not None:
+        print(f"qsdp train: error: {message}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def parse(argv: list[str]) -> TrainConfig:

@@ -91,12 +91,14 @@ def train(config: TrainConfig) -> None:
         metrics = together(lambda: _open_metrics(config, ranks, start))
         run = Run(config, ranks, data, model, optimizer, metrics)
         run.say(_headline(run, parameters, resume))
-        end = _take_steps(run, start, stop)
-        if end.step == config.steps:
-            stop.release()
-            _finish(run, end, parameters)
-        if metrics is not None:
-            metrics.close()
+        try:
+            end = _take_steps(run, start, stop)
+            if end.step == config.steps:
+                stop.release()
+                _finish(run, end, parameters)
+        finally:
+            if metrics is not None:
+                metrics.close()
 
 
 def _prepare_folder(config: TrainConfig) -> Path | None:

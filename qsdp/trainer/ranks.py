@@ -37,8 +37,8 @@ def started_by_launcher() -> bool:
 def process_group(device: Literal["auto", "cpu", "cuda"], timeout: float) -> Iterator[Ranks]:
     """Join the other ranks: NCCL on GPUs, gloo on CPUs.
 
-    An exception of this rank alone leaves the group as it is: taking it down could wait for peers
-    that are in a collective. The process ends, and they see the connection drop.
+    An exception leaves the group as it is: taking it down could wait for peers that are in a
+    collective. The process is to end, and they see the connection drop.
     """
     use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -55,12 +55,7 @@ def process_group(device: Literal["auto", "cpu", "cuda"], timeout: float) -> Ite
         timeout=timedelta(seconds=timeout),
         device_id=here if use_cuda else None,
     )
-    try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), here)
-    except SharedError:
-        # A rank that exits with the group in place can abort in gloo's threads, with status 134.
-        dist.destroy_process_group()
-        raise
+    yield Ranks(dist.get_rank(), dist.get_world_size(), here)
     dist.destroy_process_group()
 
 
