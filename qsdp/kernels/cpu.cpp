@@ -226,10 +226,10 @@ INLINE void for_blocks(const Layout& layout, int64_t begin, int64_t end, const B
 #if defined(__x86_64__)
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,f16c,fma")
+#pragma GCC target("avx2,f16c")
 #endif
 #define QSDP_LANES 8
 #define QSDP_NAMESPACE avx2
@@ -239,11 +239,11 @@ INLINE void for_blocks(const Layout& layout, int64_t begin, int64_t end, const B
 #if defined(__clang__)
 #pragma clang attribute pop
 #pragma clang attribute push( \
-    __attribute__((target("avx2,f16c,fma,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+    __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
 #else
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx2,f16c,fma,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
 #endif
 #define QSDP_LANES 16
 #define QSDP_NAMESPACE avx512
@@ -276,8 +276,7 @@ bool always() { return true; }
 #if defined(__x86_64__)
 bool has_avx2() {
   unsigned a, b, c = 0, d;
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+  return __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }
 
 bool has_avx512() {
@@ -423,14 +422,15 @@ INLINE Words all(uint32_t x) { return x + Words{}; }
 // Primitives. smaller(a, b) is a < b ? a : b and greater(a, b) is a > b ? a : b, so a NaN in `b`
 // stays. round_to_int rounds half to even. multiply_low multiplies the low halves of 64-bit lanes,
 // interleave puts the low halves of `odd` between those of `even`.
+// lookup reads a table of up to 8. witness is NaN or infinite if `a`, `b` or `seen` is.
 
 #if QSDP_LANES == 16
 
 INLINE Floats smaller(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
 INLINE Floats greater(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE Ints round_to_int(Floats x) { return (Ints)_mm512_cvtps_epi32((__m512)x); }
-INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
-  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+INLINE Floats witness(Floats a, Floats b, Floats seen) {
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)seen);
 }
 INLINE Ints lookup(const int32_t* table, Ints index) {
   return (Ints)_mm512_permutexvar_epi32((__m512i)index, load<__m512i>(table));
@@ -473,9 +473,7 @@ INLINE void stream(char* to, Floats x) { _mm512_stream_ps((float*)to, (__m512)x)
 INLINE Floats smaller(Floats a, Floats b) { return (Floats)_mm256_min_ps((__m256)a, (__m256)b); }
 INLINE Floats greater(Floats a, Floats b) { return (Floats)_mm256_max_ps((__m256)a, (__m256)b); }
 INLINE Ints round_to_int(Floats x) { return (Ints)_mm256_cvtps_epi32((__m256)x); }
-INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
-  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-}
+INLINE Floats witness(Floats a, Floats b, Floats seen) { return seen + a + b; }
 INLINE Ints lookup(const int32_t* table, Ints index) {
   return (Ints)_mm256_permutevar8x32_epi32(load<__m256i>(table), (__m256i)index);
 }
@@ -515,7 +513,7 @@ INLINE void stream(char* to, Floats x) { _mm256_stream_ps((float*)to, (__m256)x)
 
 INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 INLINE Floats greater(Floats a, Floats b) { return a > b ? a : b; }
-INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return a * b + c; }
+INLINE Floats witness(Floats a, Floats b, Floats seen) { return seen + a + b; }
 INLINE Ints lookup(const int32_t* table, Ints index) {
   return Ints{table[index[0]], table[index[1]], table[index[2]], table[index[3]]};
 }
@@ -801,40 +799,63 @@ bool all_finite(const char* x, int64_t n) {
   return !any;
 }
 
-// Extremes of `n` values; their content only if CONTENT. A NaN or infinity makes a product, and so
-// the sum of products, NaN or infinite. So may an overflow alone, and then all_finite decides.
+// Running extremes, witness and content of the vectors seen.
+template <bool CONTENT>
+struct Scan {
+  Floats lo, hi, seen = {};
+  Words content = {};
+
+  explicit Scan(Floats first) : lo(first), hi(first) {}
+
+  INLINE void add(Floats x) {
+    lo = smaller(x, lo), hi = greater(x, hi);
+    if (CONTENT) content += (Words)x;
+  }
+
+  INLINE void join(const Scan& other) {
+    lo = smaller(other.lo, lo), hi = greater(other.hi, hi);
+    seen += other.seen, content += other.content;
+  }
+};
+
+// Extremes of `n` values; their content only if CONTENT. A NaN or infinity shows in the witness; so
+// may an overflow of the witness alone, and then all_finite decides.
 template <bool CONTENT, class T>
 INLINE Extremes scan(const char* x, int64_t n) {
-  constexpr int STEP = 2 * LANES;
-  float lo = __builtin_inff(), hi = -__builtin_inff(), products = 0.0f;
+  constexpr int VECTOR = LANES * T::SIZE;
+  float lo = __builtin_inff(), hi = -__builtin_inff(), sum = 0.0f;
   uint32_t content = 0;
   int64_t i = 0;
-  if (n >= STEP) {
-    Floats lo0 = T::get(x), hi0 = lo0, lo1 = lo0, hi1 = lo0, sum = {};
-    Words content0 = {}, content1 = {};
-    for (; i + STEP <= n; i += STEP) {
-      const Floats a = T::get(x + i * T::SIZE), b = T::get(x + (i + LANES) * T::SIZE);
-      lo0 = smaller(a, lo0), lo1 = smaller(b, lo1);
-      hi0 = greater(a, hi0), hi1 = greater(b, hi1);
-      sum = multiply_add(a, b, sum);
-      if (CONTENT) content0 += (Words)a, content1 += (Words)b;
+  if (n >= LANES) {
+    Scan<CONTENT> even(T::get(x)), odd = even;
+    for (; i + 4 * LANES <= n; i += 4 * LANES) {
+      const char* from = x + i * T::SIZE;
+      const Floats a = T::get(from), b = T::get(from + VECTOR);
+      const Floats c = T::get(from + 2 * VECTOR), d = T::get(from + 3 * VECTOR);
+      even.add(a), odd.add(b), even.add(c), odd.add(d);
+      even.seen = witness(a, b, even.seen), odd.seen = witness(c, d, odd.seen);
     }
-    lo = reduce(smaller(lo1, lo0), [](auto a, auto b) { return a < b ? a : b; });
-    hi = reduce(greater(hi1, hi0), [](auto a, auto b) { return a > b ? a : b; });
-    products = reduce(sum, [](auto a, auto b) { return a + b; });
-    content = reduce(content0 + content1, [](auto a, auto b) { return a + b; });
+    for (; i + LANES <= n; i += LANES) {
+      const Floats a = T::get(x + i * T::SIZE);
+      even.add(a);
+      even.seen = witness(a, a, even.seen);
+    }
+    even.join(odd);
+    lo = reduce(even.lo, [](auto a, auto b) { return a < b ? a : b; });
+    hi = reduce(even.hi, [](auto a, auto b) { return a > b ? a : b; });
+    sum = reduce(even.seen, [](auto a, auto b) { return a + b; });
+    content = reduce(even.content, [](auto a, auto b) { return a + b; });
   }
   if (i < n) {
-    char padded[STEP * T::SIZE];
-    pad<T>(x + i * T::SIZE, n - i, padded, STEP);
-    float rest[STEP];
-    store(rest, T::get(padded)), store(rest + LANES, T::get(padded + LANES * T::SIZE));
+    char padded[VECTOR];
+    float rest[LANES];
+    store(rest, T::get(pad<T>(x + i * T::SIZE, n - i, padded, LANES)));
     for (int64_t k = 0; k < n - i; k++) {
       lo = rest[k] < lo ? rest[k] : lo, hi = rest[k] > hi ? rest[k] : hi;
-      products += rest[k] * 0.0f, content += bit_cast<uint32_t>(rest[k]);
+      sum += rest[k], content += bit_cast<uint32_t>(rest[k]);
     }
   }
-  const bool finite = __builtin_fabsf(products) <= MAX_FLOAT || all_finite<T>(x, n);
+  const bool finite = __builtin_fabsf(sum) <= MAX_FLOAT || all_finite<T>(x, n);
   return {lo, hi, content, finite};
 }
 
@@ -904,22 +925,33 @@ INLINE void random16_per_value(int64_t at, const BlockStream& stream, int32_t* r
 
 // q of LANES values: the position on the grid with 16 fractional bits. It may exceed its largest
 // value, top, by roundings: by 2 at most, so that only the highest code has to be limited.
-template <class T>
-INLINE Ints position(const char* x, const Plan& plan) {
-  return round_to_int((T::get(x) - plan.lo_p) * plan.inverse);
-}
+// lo - x and a negative factor instead of x - lo: the same numbers, and x may stay in memory.
+struct Grid {
+  Floats lo_p, minus_inverse;
+
+  explicit Grid(const Plan& plan) : lo_p(all(plan.lo_p)), minus_inverse(all(-plan.inverse)) {}
+
+  template <class T>
+  INLINE Ints position(const char* x) const {
+    return round_to_int((lo_p - T::get(x)) * minus_inverse);
+  }
+};
 
 // Codes of CHUNK values; `r` for each, or one for all.
 template <bool EACH, class T>
 INLINE void quantize_uniform(const char* x, const Plan& plan, const int32_t* r, uint8_t* codes) {
+  // Copies, because for all the compiler knows `codes` lie over the originals.
+  const Grid grid(plan);
+  const Ints r_of_all = *r + Ints{};
+  const uint8_t limit = plan.limit;
   for (int i = 0; i < CHUNK; i += GROUP) {
     Ints code[4];
     for (int k = 0; k < 4; k++) {
       const int at = i + k * LANES;
-      const Ints add = EACH ? load<Ints>(r + at) : *r + Ints{};
-      code[k] = (position<T>(x + at * T::SIZE, plan) + add) >> 16;
+      const Ints q = grid.position<T>(x + at * T::SIZE);
+      code[k] = (q + (EACH ? load<Ints>(r + at) : r_of_all)) >> 16;
     }
-    narrow_to_bytes(code, plan.limit, codes + i);
+    narrow_to_bytes(code, limit, codes + i);
   }
 }
 
@@ -928,9 +960,10 @@ INLINE void quantize_uniform(const char* x, const Plan& plan, const int32_t* r, 
 template <class T>
 INLINE void quantize_few_levels(const char* x, const Plan& plan, const int32_t* tree, int depth,
                                 uint8_t* codes) {
+  const Grid grid(plan);
   for (int i = 0; i < CHUNK; i += GROUP) {
     Ints q[4], code[4] = {};
-    for (int k = 0; k < 4; k++) q[k] = position<T>(x + (i + k * LANES) * T::SIZE, plan);
+    for (int k = 0; k < 4; k++) q[k] = grid.position<T>(x + (i + k * LANES) * T::SIZE);
     for (int d = 0; d < depth; d++)
       for (int k = 0; k < 4; k++)
         code[k] += code[k] - (q[k] >= lookup(tree + (1 << d) - 1, code[k]));
@@ -942,7 +975,8 @@ template <class T>
 INLINE void quantize_many_levels(const char* x, const Plan& plan, const uint8_t* level_codes,
                                  uint8_t* codes) {
   alignas(64) int32_t q[CHUNK];
-  for (int i = 0; i < CHUNK; i += LANES) store(q + i, position<T>(x + i * T::SIZE, plan));
+  const Grid grid(plan);
+  for (int i = 0; i < CHUNK; i += LANES) store(q + i, grid.position<T>(x + i * T::SIZE));
 #pragma GCC unroll 16
   for (int i = 0; i < CHUNK; i++) codes[i] = level_codes[q[i]];
 }
