@@ -43,7 +43,10 @@ def launch(argv: list[str], num_ranks: int, run_folder: Path) -> int:
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "qsdp", "train", *argv)
     except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
+        # A rank that a signal ended is the cause; peers that lost it fail at the same moment.
+        rank, failure = min(
+            failed.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp)
+        )
         if failure.exitcode < 0:
             name = signal.Signals(-failure.exitcode).name
             print(f"qsdp train: error: rank {rank} was ended by {name}", file=sys.stderr)
