@@ -13,6 +13,8 @@ import sys
 COMMANDS = {
     "train": ("qsdp.trainer.command", "pretrain or continue a language model"),
     "report": ("qsdp.trainer.report", "compare runs: a table and plots"),
+    "check": ("qsdp.check", "which kernels run here, and whether they match the reference"),
+    "bench": ("qsdp.bench", "speed of the kernels beside a copy and what others offer"),
 }
 
 
