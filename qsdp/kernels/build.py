@@ -23,18 +23,22 @@ FLAGS = (
 )
 
 
+def compiler() -> list[str]:
+    """The C++ compiler's command: $CXX, or c++."""
+    return shlex.split(os.environ.get("CXX") or "c++")
+
+
 def compile_library(output: Path, extra_flags: Sequence[str] = ()) -> None:
-    """Compile with $CXX (default c++) and $CXXFLAGS; with OpenMP where the compiler has it.
+    """Compile with $CXXFLAGS; with OpenMP where the compiler has it.
 
     The output appears complete or not at all: another process may be loading it.
 
     Raises:
         OSError, subprocess.CalledProcessError: no compiler, or it failed; it printed why.
     """
-    compiler = shlex.split(os.environ.get("CXX") or "c++")
     flags = [*shlex.split(os.environ.get("CXXFLAGS", "")), *FLAGS, *extra_flags]
     partial = output.with_name(f"{output.name}.{os.getpid()}")
-    command = [*compiler, *flags, str(SOURCE), "-o", str(partial)]
+    command = [*compiler(), *flags, str(SOURCE), "-o", str(partial)]
     try:
         try:
             subprocess.run([*command, "-fopenmp"], check=True, capture_output=True)

@@ -356,9 +356,9 @@ int qsdp_set_isa(const char* name) {
 
 void qsdp_encode(const Layout* layout, const char* values, uint8_t* wire, int64_t num_rows,
                  int64_t first_row, uint64_t key, int32_t dtype, int32_t threads) {
-  for (int64_t row = 0; row < num_rows; row++)
-    memset(wire + row * layout->row_bytes + layout->payload_bytes, 0,
-           size_t(layout->row_bytes - layout->payload_bytes));
+  const int64_t rest = layout->row_bytes - layout->payload_bytes;
+  for (int64_t row = 0; rest && row < num_rows; row++)
+    memset(wire + row * layout->row_bytes + layout->payload_bytes, 0, size_t(rest));
   const EncodeJob job{layout, values, wire, num_rows, first_row, key, dtype};
   run(isa().encode, job, num_rows * layout->numel, threads);
 }
@@ -785,6 +785,16 @@ INLINE const char* pad(const char* x, int64_t n, char* padded, int64_t capacity)
   return padded;
 }
 
+// The same with the values themselves, again and again: they lie on the block's grid.
+template <class T>
+INLINE const char* repeat(const char* x, int64_t n, char* padded, int64_t capacity) {
+  memcpy(padded, x, size_t(n * T::SIZE));
+  for (int64_t filled = n; filled < capacity; filled *= 2)
+    memcpy(padded + filled * T::SIZE, padded,
+           size_t(minimum(filled, capacity - filled) * T::SIZE));
+  return padded;
+}
+
 template <class T>
 bool all_finite(const char* x, int64_t n) {
   Ints special = {};
@@ -1037,7 +1047,7 @@ INLINE void quantize_block(const char* x, int64_t n, const Source& source, const
     const char* from = x + at * T::SIZE;
     uint8_t* codes = direct ? to + at : buffer;
     prefetch_pages(from, count * T::SIZE);
-    if (count < CHUNK) from = pad<T>(from, count, padded, CHUNK);
+    if (count < CHUNK) from = repeat<T>(from, count, padded, CHUNK);
     if (source.plan.p == 1.0f)
       quantize<T>(from, at, source, r, codes);
     else

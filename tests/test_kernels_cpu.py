@@ -1,0 +1,175 @@
+"""The native CPU kernels give the bytes of the reference, and touch no byte that is not theirs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+import zipfile
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from qsdp import check, kernels
+from qsdp.kernels import build, cpu, reference
+from qsdp.wire import Segment, wire_layout
+from tests.fuzz_kernels import KINDS, Case, differences, random_case, supported_isas
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason=cpu.why_unavailable())
+
+ISAS = supported_isas() if cpu.available() else []
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LARGE = 1 << 19  # values: enough for several threads, and for stores past the cache as float32
+
+
+def case(segments: tuple[Segment, ...], **options: object) -> Case:
+    defaults = {"dtype": torch.float32, "out_dtype": torch.float32, "num_rows": 2, "first_row": 3}
+    defaults |= {"key": 0x0123456789ABCDEF, "kinds": ("normal",) * len(segments), "seed": 7}
+    return Case(segments=segments, **(defaults | options))
+
+
+def segment(numel: int, bits: int, block_size: int, rounding: str) -> Segment:
+    if rounding == "levels":
+        return Segment(numel, bits, block_size, "nearest", check.example_levels(bits))
+    return Segment(numel, bits, block_size, rounding)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rounding", check.ROUNDINGS)
+@pytest.mark.parametrize("bits", check.BITS)
+def test_every_format(bits: int, rounding: str, isa: str) -> None:
+    """Special values, short last blocks, full precision between, in every pair of dtypes."""
+    segments = (segment(3210, bits, 1024, rounding), Segment(77), segment(197, bits, 64, rounding))
+    for dtype in DTYPES:
+        for out_dtype in DTYPES:
+            kinds = ("one special", "normal", "any bits")
+            options = {"dtype": dtype, "out_dtype": out_dtype, "kinds": kinds, "isa": isa}
+            assert differences(case(segments, **options)) == []
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_value(kind: str, isa: str) -> None:
+    for rounding in check.ROUNDINGS:
+        segments = tuple(segment(1500, bits, 256, rounding) for bits in check.BITS)
+        assert differences(case(segments, kinds=(kind,) * len(segments), isa=isa)) == []
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("misalignment", [1, 2, 4, 8, 31, 32, 37])
+def test_every_alignment(misalignment: int, isa: str) -> None:
+    segments = (segment(2500, 4, 1024, "shift"), Segment(33), segment(2500, 8, 1024, "nearest"))
+    for dtype in DTYPES:
+        for which in range(3):
+            offsets = tuple(misalignment if which == i else 0 for i in range(3))
+            options = {"dtype": dtype, "misalignments": offsets, "isa": isa}
+            assert differences(case(segments, **options)) == []
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_large_inputs_are_shared_between_threads(num_threads: int, isa: str) -> None:
+    """Several threads, stores past the cache, a large block, sums of four rows."""
+    segments = (
+        segment(LARGE + 5, 8, 1024, "stochastic"),
+        segment(LARGE // 2, 4, 65536, "shift"),
+        Segment(1001),
+    )
+    options = {"num_rows": 4, "num_threads": num_threads, "divide": 4.0, "isa": isa}
+    assert differences(case(segments, **options)) == []
+
+
+@pytest.mark.parametrize("segments", [(), (Segment(0),), (Segment(0, 4), Segment(0))])
+def test_empty_layouts(segments: tuple[Segment, ...]) -> None:
+    assert differences(case(segments)) == []
+
+
+def test_rows_do_not_depend_on_where_they_are_encoded() -> None:
+    """Row r of a call that begins at row 5 is row 5 + r of one that begins at 0."""
+    layout = wire_layout((segment(2000, 3, 256, "stochastic"),), torch.float32)
+    values = check.example_values(8, layout.numel, torch.float32)
+    wire = torch.empty((8, layout.row_bytes), dtype=torch.uint8)
+    cpu.encode(values, layout, wire, key=9)
+    part = torch.empty((3, layout.row_bytes), dtype=torch.uint8)
+    cpu.encode(values[5:].contiguous(), layout, part, key=9, first_row=5)
+    assert torch.equal(part, wire[5:])
+
+
+@given(seed=st.integers(0, 2**63), isa=st.sampled_from(ISAS or ["baseline"]))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+def test_random_cases(seed: int, isa: str) -> None:
+    """What `make fuzz` runs longer and under AddressSanitizer."""
+    assert differences(random_case(Random(seed), [isa])) == []
+
+
+def test_unknown_instruction_set() -> None:
+    with pytest.raises(ValueError, match="set_isa takes avx512, avx2 or baseline"):
+        cpu.set_isa("sse9")
+    assert cpu.isa() == ISAS[0]
+
+
+@pytest.fixture
+def fresh_choice() -> object:
+    """Forget the library and the choice before and after."""
+    forget = (cpu._load, kernels._cpu_backend)
+    for function in forget:
+        function.cache_clear()
+    yield None
+    for function in forget:
+        function.cache_clear()
+
+
+def test_without_the_library_the_reference_runs_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_choice: object
+) -> None:
+    monkeypatch.setattr(cpu, "LIBRARY", tmp_path / "missing.so")
+    with pytest.warns(UserWarning, match="were not built; install a C\\+\\+ compiler"):
+        assert kernels.backend_for(torch.device("cpu")) is reference
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kernels.backend_for(torch.device("cpu")) is reference
+
+
+@pytest.mark.parametrize("content", [b"", b"not a library", b"\x7fELF truncated"])
+def test_a_broken_library_is_named(
+    content: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_choice: object
+) -> None:
+    library = tmp_path / "broken.so"
+    library.write_bytes(content)
+    monkeypatch.setattr(cpu, "LIBRARY", library)
+    assert not cpu.available()
+    assert "do not load" in cpu.why_unavailable()
+
+
+def test_a_library_of_another_version_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, fresh_choice: object
+) -> None:
+    monkeypatch.setattr(cpu, "ABI", cpu.ABI + 1)
+    assert "of another version" in cpu.why_unavailable()
+
+
+def test_a_failed_build_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(OSError):
+        build.compile_library(tmp_path / "_cpu.so")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(300)
+def test_a_wheel_carries_the_library(tmp_path: Path) -> None:
+    """Built for a platform and for every Python 3."""
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [*command, "-w", str(tmp_path), str(root)], capture_output=True, text=True, timeout=280
+    )
+    if "No module named 'setuptools'" in done.stderr or "BackendUnavailable" in done.stderr:
+        pytest.skip("setuptools is not installed here")
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "-py3-none-" in wheel.name and "any" not in wheel.name
+    assert "qsdp/kernels/_cpu.so" in zipfile.ZipFile(wheel).namelist()
