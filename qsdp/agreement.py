@@ -1,6 +1,6 @@
 """Do all ranks of a group want the same thing? Asked before anything is installed.
 
-Nothing is pickled: ranks exchange digests, and JSON text where the digests differ.
+Nothing is pickled: ranks exchange digests and JSON text.
 """
 
 from __future__ import annotations
@@ -55,6 +55,20 @@ def require_agreement(
     raise AssertionError("digests differ but texts do not")
 
 
+def all_gather_json(
+    value: Any, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> list[Any]:
+    """Every rank's ``value``, by rank; a collective call.
+
+    Args:
+        value: a JSON value; it arrives as JSON gives it back, tuples as lists.
+        group: the ranks, None for all.
+        device: where the group's backend takes tensors.
+    """
+    text = json.dumps(value).encode()
+    return [json.loads(answer) for answer in _all_gather_text(text, group, torch.device(device))]
+
+
 def first_difference(a: Any, b: Any, path: str = "") -> tuple[str, Any, Any] | None:
     """``(path, value in a, value in b)`` of the first place where two JSON values differ."""
     if isinstance(a, dict) and isinstance(b, dict):
@@ -67,7 +81,7 @@ def first_difference(a: Any, b: Any, path: str = "") -> tuple[str, Any, Any] | N
     return None if a == b else (path, a, b)
 
 
-def _all_gather(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_gather(row: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """(num_ranks, row.numel())"""
     num_ranks = dist.get_world_size(group)
     rows = torch.empty(num_ranks * row.numel(), dtype=row.dtype, device=row.device)
@@ -75,7 +89,9 @@ def _all_gather(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return rows.view(num_ranks, -1)
 
 
-def _all_gather_text(text: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
+def _all_gather_text(
+    text: bytes, group: dist.ProcessGroup | None, device: torch.device
+) -> list[bytes]:
     length = torch.tensor([len(text)], dtype=torch.int64, device=device)
     lengths = _all_gather(length, group).flatten().tolist()
     padded = bytearray(text.ljust(max(lengths), b" "))

@@ -82,9 +82,9 @@ def test_flags_override_the_preset():
 
 def test_resume_takes_the_configuration_of_the_run(tmp_path):
     """`--resume` needs no other flag than the run folder; a flag that is given wins."""
-    (tmp_path / "config.json").write_text(json.dumps(TrainConfig(width=64, lr=1e-4).to_json()))
+    (tmp_path / "config.json").write_text(json.dumps(TrainConfig(width=96, lr=1e-4).to_json()))
     config = parse(["--folder", str(tmp_path), "--lr", "0.5", "--resume"])
-    assert (config.width, config.lr, config.resume) == (64, 0.5, "latest")
+    assert (config.width, config.lr, config.resume) == (96, 0.5, "latest")
     assert parse(["--folder", str(tmp_path), "--resume", "x/step-1"]).resume == "x/step-1"
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json is damaged"):
@@ -326,7 +326,7 @@ def command(run, *flags):
 
 def small_flags(text_file, *flags):
     return [
-        "--nproc", "2", "--data", str(text_file), "--layers", "2", "--width", "64", "--heads", "2",
+        "--nproc", "2", "--data", str(text_file), "--layers", "2", "--width", "66", "--heads", "2",
         "--vocab-size", "300", "--sequence-length", "32", "--batch-size", "8", "--dropout", "0.1",
         "--warmup-steps", "2", "--micro-batch-size", "2", "--eval-windows", "9", "--log-every", "1",
         "--final-eval-windows", "21", *flags,

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from qsdp.agreement import all_gather_json
 from qsdp.trainer.config import LATEST
 from qsdp.trainer.ranks import on_rank_zero, together
 
@@ -202,9 +203,7 @@ def _checksums(folder: Path) -> dict[str, Any]:
         path.name: {"bytes": path.stat().st_size, "crc32": _crc32(path)}
         for path in files[dist.get_rank() :: dist.get_world_size()]
     }
-    parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, mine)
-    return {name: value for part in parts for name, value in part.items()}
+    return {name: value for part in all_gather_json(mine) for name, value in part.items()}
 
 
 def _verify_files(path: Path) -> None:

@@ -37,7 +37,9 @@ class _Files(NamedTuple):
 
 def prepare_data(config: TrainConfig, ranks: Ranks) -> Data:
     """Rank 0 trains the tokenizer and encodes the text, all ranks open the files; collective."""
-    files = on_rank_zero(lambda: _prepare_files(config))
+    paths = on_rank_zero(lambda: [str(path or "") for path in _prepare_files(config)])
+    tokenizer, train, valid = paths
+    files = _Files(Path(tokenizer), Path(train) if train else None, Path(valid))
     return together(lambda: _open(config, ranks, files))
 
 

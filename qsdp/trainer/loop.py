@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 import qsdp
+from qsdp.agreement import all_gather_json
 from qsdp.trainer.check import check
 from qsdp.trainer.checkpoint import Description, find_checkpoint, load_checkpoint, save_checkpoint
 from qsdp.trainer.config import TrainConfig, learning_rate
@@ -105,7 +106,7 @@ def _prepare_folder(config: TrainConfig) -> Path | None:
     """Make the run folder, empty for a fresh run; returns the checkpoint to resume from."""
     folder = config.run_folder
 
-    def prepare() -> Path | None:
+    def prepare() -> str | None:
         resume = find_checkpoint(config.resume, folder / "checkpoints") if config.resume else None
         folder.mkdir(parents=True, exist_ok=True)
         if resume is None:
@@ -114,9 +115,10 @@ def _prepare_folder(config: TrainConfig) -> Path | None:
                 shutil.rmtree(folder / name, ignore_errors=True)
             for path in (folder / "config.json", folder / METRICS, *folder.glob("traceback-*")):
                 path.unlink(missing_ok=True)
-        return resume
+        return None if resume is None else str(resume)
 
-    return on_rank_zero(prepare)
+    resume = on_rank_zero(prepare)
+    return None if resume is None else Path(resume)
 
 
 def _write_config(config: TrainConfig) -> None:
@@ -277,15 +279,13 @@ def _step(run: Run, progress: Progress, stop: _StopRequest) -> tuple[dict[str, A
 
 
 def _save(run: Run, progress: Progress) -> None:
-    states: list[dict[str, Any]] = [{} for _ in range(run.ranks.num_ranks)]
-    dist.all_gather_object(states, run.data.batches.state())
     description = Description(
         step=progress.step,
         elapsed_s=progress.elapsed_s,
         config=run.config.to_json(),
         parameters=_shapes(run.model),
         tokenizer=vocabulary_digest(run.data.tokenizer),
-        data_states=states,
+        data_states=all_gather_json(run.data.batches.state()),
     )
     save_checkpoint(
         run.config.run_folder / "checkpoints",

@@ -10,10 +10,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from qsdp.agreement import all_gather_json
 
 T = TypeVar("T")
 
@@ -60,18 +62,21 @@ def process_group(device: Literal["auto", "cpu", "cuda"], timeout: float) -> Ite
 
 
 def on_rank_zero(work: Callable[[], T]) -> T:
-    """Run on rank 0 while the others wait; every rank gets the result, or raises the error."""
-    outcome: list[tuple[T | None, str | None]] = [(None, None)]
+    """Run on rank 0 while the others wait; every rank gets the result, or raises the error.
+
+    The result is a JSON value: no pickle crosses the network.
+    """
+    outcome: dict[str, Any] = {}
     if dist.get_rank() == 0:
         try:
-            outcome = [(work(), None)]
+            outcome = {"result": work()}
         except (ValueError, TypeError, OSError, RuntimeError) as error:
-            outcome = [(None, _one_line(error))]
-    dist.broadcast_object_list(outcome, src=0)
-    result, message = outcome[0]
-    if message is not None:
-        raise SharedError(message)
-    return result  # type: ignore[return-value]  # None only where T is
+            outcome = {"error": _one_line(error)}
+    outcome = all_gather_json(outcome)[0]
+    if "error" in outcome:
+        raise SharedError(outcome["error"])
+    result: T = outcome["result"]
+    return result
 
 
 def together(work: Callable[[], T]) -> T:
@@ -82,8 +87,7 @@ def together(work: Callable[[], T]) -> T:
         result = work()
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         message = _one_line(error)
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
+    messages: list[str | None] = all_gather_json(message)
     failed = [(rank, text) for rank, text in enumerate(messages) if text is not None]
     if failed:
         rank, text = failed[0]
