@@ -153,14 +153,55 @@ def quantize_blocks_with(
     if segment.levels is not None:
         code = torch.bucketize(q, level_thresholds(segment.levels).to(x.device), right=True)
     else:
-        code = (q + (r[..., None] if r.ndim < x.ndim else r)) >> 16
+        code = round_positions(q, r[..., None] if r.ndim < x.ndim else r)
         if segment.rounding == "shift":
-            offset = offset + scale * ((FRACTION - 1 - 2 * r).float() * (0.5 / FRACTION))
+            offset = offset + scale * shift_of(r).float()
     scale = torch.where(huge, -scale, scale)
     scale = torch.where(finite, scale, torch.nan)
     offset = torch.where(finite, offset, torch.nan)
     code = torch.where(finite[..., None], code, 0)
     return scale, offset, code.to(torch.uint8)
+
+
+def round_positions(q: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    """Step 4: positions in 65,536ths of a step and 16 random bits each to integer codes."""
+    return (q + r) >> 16
+
+
+def shift_of(r: torch.Tensor) -> torch.Tensor:
+    """What random shift adds to the offset, in steps: within (-1/2, 1/2), exact in float64."""
+    return (FRACTION - 1 - 2 * r).double() * (0.5 / FRACTION)
+
+
+def round_to_lattice(
+    x: torch.Tensor, step: float, rounding: str, *, key: int, per_value: bool = False
+) -> torch.Tensor:
+    """Round to the unbounded lattice of an absolute step: what the paper's theory quantizes with.
+
+    The same rule and the same random bits as in a block, without extremes and without codes that
+    must fit in a byte. ``nearest`` and ``stochastic`` give points of ``step * Z``; ``shift`` gives
+    points of ``step * (Z + shift)``, QSDP's random-shift quantizer (section 4, definition 1).
+
+    Args:
+        x: (num_rows, numel) float64, finite, with ``|x| < 2^36 * step``; positions are rounded to
+            65,536ths of a step.
+        key: 64 bits; other keys, other draws. Rows draw independently.
+        per_value: one shift for every value, in place of one a row.
+
+    Returns:
+        A tensor like ``x``.
+    """
+    num_rows, numel = x.shape
+    counter = (0, 0, torch.arange(num_rows, device=x.device))
+    philox_key = (key & MASK32, key >> 32)
+    if rounding == "nearest":
+        r = torch.full_like(x, FRACTION // 2, dtype=torch.int64)
+    elif rounding == "shift" and not per_value:
+        r = random16_per_block(counter, philox_key)[:, None]
+    else:
+        r = random16_per_value(numel, counter, philox_key)
+    lattice = round_positions(torch.round(x / step * FRACTION).to(torch.int64), r).to(x.dtype)
+    return step * (lattice + shift_of(r) if rounding == "shift" else lattice)
 
 
 def level_thresholds(levels: tuple[float, ...]) -> torch.Tensor:
