@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
@@ -73,15 +74,23 @@ def save_checkpoint(
     final = folder / f"step-{description.step:08d}"
     partial = folder / (final.name + _PARTIAL)
     on_rank_zero(lambda: _fresh_folder(partial))
-    together(
-        lambda: save(
-            _tensors(model, optimizer),
-            storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
-        )
-    )
+    together(lambda: _write_tensors(partial, model, optimizer))
     checksums = together(lambda: _checksums(partial))
     on_rank_zero(lambda: _complete(partial, final, description, checksums, keep))
     return final
+
+
+def _write_tensors(partial: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises OSError on every rank with what the first rank that failed met."""
+    writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
+    try:
+        save(_tensors(model, optimizer), storage_writer=writer)
+    except CheckpointException as failed:  # derives from BaseException: nothing else catches it
+        rank, (error, _) = min(failed.failures.items())
+        raise OSError(
+            f"rank {rank} could not write the checkpoint {partial}: {error}; earlier checkpoints "
+            "are whole: make room, then --resume"
+        ) from failed
 
 
 def _fresh_folder(path: Path) -> None:
@@ -164,7 +173,7 @@ def load_checkpoint(
     together(lambda: _check_same_model(path, description, parameters, tokenizer))
     together(lambda: _verify_files(path))
     tensors = _tensors(model, optimizer)
-    together(lambda: load(tensors, storage_reader=HuggingFaceStorageReader(str(path))))
+    together(lambda: _read_tensors(path, tensors))
     model_state = {
         name.removeprefix("model."): value
         for name, value in tensors.items()
@@ -177,6 +186,16 @@ def load_checkpoint(
             optimizer_state[name] = tensors["optimizer." + name]
     set_optimizer_state_dict(model, optimizer, optimizer_state, options=_OPTIONS)
     return description
+
+
+def _read_tensors(path: Path, tensors: dict[str, Any]) -> None:
+    try:
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
+    except CheckpointException as failed:
+        rank, (error, _) = min(failed.failures.items())
+        raise OSError(
+            f"rank {rank} could not read {path}: {error}; resume from another checkpoint"
+        ) from failed
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
