@@ -38,6 +38,7 @@ from qsdp.trainer.tokenizer import encode, load_tokenizer, train_tokenizer
         ({"steps": 0}, "--steps must be at least 1, got 0"),
         ({"width": 100, "heads": 3}, "--width must be a multiple of --heads 3, got 100"),
         ({"valid_fraction": 1.0}, "--valid-fraction must be at least 0 and below 1, got 1.0"),
+        ({"intra_node": 1}, "--intra-node must be at least 2, or left out, got 1"),
         ({"micro_batch_size": 0}, "--micro-batch-size must be at least 1, got 0"),
         ({"data": (Path("a"),), "dataset": "c4"}, "--data and --dataset exclude each other"),
         ({"valid": Path("a")}, "--valid needs --data or --dataset"),

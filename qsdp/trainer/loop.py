@@ -6,25 +6,20 @@ import math
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-import qsdp
 from qsdp.agreement import all_gather_json
 from qsdp.trainer.check import check
 from qsdp.trainer.checkpoint import Description, find_checkpoint, load_checkpoint, save_checkpoint
-from qsdp.trainer.config import TrainConfig, learning_rate
+from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.data import Data, prepare_data, vocabulary_digest
-from qsdp.trainer.evaluate import master_validation_loss, token_losses, validation_loss
+from qsdp.trainer.evaluate import master_validation_loss, validation_loss
 from qsdp.trainer.export import Weights, export_model
 from qsdp.trainer.launch import STOP_FILE
 from qsdp.trainer.metrics import METRICS, RESULT, Metrics, read_metrics, step_medians, write_json
@@ -37,6 +32,7 @@ from qsdp.trainer.model import (
     shard,
 )
 from qsdp.trainer.ranks import Ranks, SharedError, on_rank_zero, process_group, together
+from qsdp.trainer.step import Training, take_step
 
 # Settings that another part of the same training may differ in.
 _FREE_ON_RESUME = {
@@ -58,6 +54,10 @@ class Run(NamedTuple):
     optimizer: torch.optim.Optimizer
     metrics: Metrics | None
     """On rank 0 only."""
+
+    @property
+    def training(self) -> Training:
+        return Training(self.config, self.ranks, self.model, self.optimizer, self.data.batches)
 
     def say(self, text: str) -> None:
         if self.metrics is not None:
@@ -199,17 +199,19 @@ def _take_steps(run: Run, progress: Progress, stop: _StopRequest) -> Progress:
     config = run.config
     while progress.step < config.steps:
         step = progress.step + 1
-        record, stopping = _step(run, progress, stop)
+        result = take_step(run.training, step, stop.requested)
+        elapsed_s = progress.elapsed_s + result.metrics["step_s"]
+        record = result.metrics | {"elapsed_s": elapsed_s}
         if not math.isfinite(record["loss"]):
             raise SharedError(
                 f"the loss of step {step} is {record['loss']}; lower --lr, or --resume from "
                 f"{config.run_folder / 'checkpoints'} with other settings"
             )
-        progress = Progress(step, record["elapsed_s"])
+        progress = Progress(step, elapsed_s)
         if run.metrics is not None:
             run.metrics.step(record)
         last = step == config.steps
-        if stopping and not last:
+        if result.stopping and not last:
             _save(run, progress)
             (config.run_folder / STOP_FILE).unlink(missing_ok=True)
             run.say(
@@ -225,57 +227,6 @@ def _take_steps(run: Run, progress: Progress, stop: _StopRequest) -> Progress:
             )
             _record_validation(run, progress, loss)
     return progress
-
-
-def _step(run: Run, progress: Progress, stop: _StopRequest) -> tuple[dict[str, Any], bool]:
-    """One optimizer step; returns its metrics and whether any rank was asked to stop."""
-    config, ranks, model = run.config, run.ranks, run.model
-    step = progress.step + 1
-    seed = np.random.SeedSequence([config.seed, step, ranks.rank]).generate_state(1, np.uint64)
-    torch.manual_seed(int(seed[0]))
-    qsdp.comm_stats(model, reset=True)
-    started = time.perf_counter()
-    lr = learning_rate(config, step)
-    for group in run.optimizer.param_groups:
-        group["lr"] = lr
-    micro_batches = config.micro_batches(ranks.num_ranks)
-    # Loss and stop requests travel together: all ranks leave after the same step.
-    shared = torch.zeros(2, dtype=torch.float64, device=ranks.device)
-    for micro_batch in range(micro_batches):
-        last = micro_batch == micro_batches - 1
-        model.set_requires_gradient_sync(last or config.sync_every_micro_batch)
-        batch = run.data.batches.batch(step, micro_batch).to(ranks.device)
-        loss = token_losses(model, batch).mean() / micro_batches
-        loss.backward()
-        shared[0] += loss.detach().double() / ranks.num_ranks
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
-    assert isinstance(norm, DTensor)
-    norm_value = norm.full_tensor().item()
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    shared[1] = float(stop.requested())
-    dist.all_reduce(shared)
-    mean_loss, stops = shared.tolist()
-    step_s = time.perf_counter() - started
-    comm = qsdp.comm_stats(model)
-    record = {
-        "step": step,
-        "loss": mean_loss,
-        "lr": lr,
-        "grad_norm": norm_value,
-        "tokens_per_s": config.batch_size * config.sequence_length / step_s,
-        "step_s": step_s,
-        # Collectives may overlap with the computation on GPUs, so this is what remains of the step.
-        "compute_s": max(0.0, step_s - comm.encode_s - comm.decode_s - comm.network_s),
-        "encode_s": comm.encode_s,
-        "decode_s": comm.decode_s,
-        "network_s": comm.network_s,
-        "sent": comm.sent,
-        "received": comm.received,
-        "stock_sent": comm.stock_sent,
-        "elapsed_s": progress.elapsed_s + step_s,
-    }
-    return record, stops > 0
 
 
 def _save(run: Run, progress: Progress) -> None:

@@ -32,22 +32,27 @@ def build_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreT
         model = _read_model(config)
     else:
         vocab_size = max(config.vocab_size, len(tokenizer))
-        model = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=vocab_size,
-                n_positions=config.sequence_length,
-                n_embd=config.width,
-                n_layer=config.layers,
-                n_head=config.heads,
-                resid_pdrop=config.dropout,
-                embd_pdrop=config.dropout,
-                attn_pdrop=config.dropout,
-                bos_token_id=tokenizer.eos_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-            )
-        )
+        model = new_model(config, vocab_size, tokenizer.eos_token_id)
     _check_fits(model, config, tokenizer)
     return model
+
+
+def new_model(config: TrainConfig, vocab_size: int, eos_token_id: int) -> PreTrainedModel:
+    """A GPT-2 of the configuration's shape, freshly initialised."""
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=vocab_size,
+            n_positions=config.sequence_length,
+            n_embd=config.width,
+            n_layer=config.layers,
+            n_head=config.heads,
+            resid_pdrop=config.dropout,
+            embd_pdrop=config.dropout,
+            attn_pdrop=config.dropout,
+            bos_token_id=eos_token_id,
+            eos_token_id=eos_token_id,
+        )
+    )
 
 
 def _read_model(config: TrainConfig) -> PreTrainedModel:
@@ -87,9 +92,10 @@ def _check_fits(
 def shard(model: PreTrainedModel, config: TrainConfig, ranks: Ranks) -> None:
     """Wrap each block and then the whole for FSDP2, in place."""
     mesh = init_device_mesh(ranks.device.type, (ranks.num_ranks,))
-    policy = MixedPrecisionPolicy()
-    if config.precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if config.precision == "bf16" else None,
+        reduce_dtype=torch.bfloat16 if config.reduce_precision == "bf16" else torch.float32,
+    )
     names = set(model._no_split_modules)
     for block in [m for m in model.modules() if type(m).__name__ in names]:
         # The forward is replaced rather than the module: parameter names stay as they are, and
@@ -108,6 +114,7 @@ def quantize_communication(model: nn.Module, config: TrainConfig) -> None:
         qsdp.QSDPConfig.preset(config.comm),
         keep_full_precision=config.keep_full_precision,
         seed=config.seed,
+        intra_node=qsdp.IntraNode(config.intra_node) if config.intra_node else None,
     )
     qsdp.apply_qsdp(model, comm)
     qsdp.observe_comms(model)

@@ -1,0 +1,92 @@
+"""One optimizer step on one rank: what training does, and what the benchmarks time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+import qsdp
+from qsdp.trainer.batches import Batches
+from qsdp.trainer.config import TrainConfig, learning_rate
+from qsdp.trainer.evaluate import token_losses
+from qsdp.trainer.ranks import Ranks
+
+
+class Training(NamedTuple):
+    """What a step works on."""
+
+    config: TrainConfig
+    ranks: Ranks
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    batches: Batches
+
+
+class StepResult(NamedTuple):
+    """What a step tells about itself: ``metrics`` of this rank, and whether any rank wants to stop.
+
+    ``loss`` and ``grad_norm`` in ``metrics`` are equal on all ranks.
+    """
+
+    metrics: dict[str, Any]
+    comm: qsdp.CommStats
+    stopping: bool
+
+
+def take_step(
+    training: Training, step: int, stop_requested: Callable[[], bool] = lambda: False
+) -> StepResult:
+    """Take optimizer step ``step`` (1, 2, ...); every rank calls it with the same number."""
+    config, ranks, model, optimizer, batches = training
+    seed = np.random.SeedSequence([config.seed, step, ranks.rank]).generate_state(1, np.uint64)
+    torch.manual_seed(int(seed[0]))
+    qsdp.comm_stats(model, reset=True)
+    started = time.perf_counter()
+    lr = learning_rate(config, step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    micro_batches = config.micro_batches(ranks.num_ranks)
+    # Loss and stop requests travel together: all ranks leave after the same step.
+    shared = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    for micro_batch in range(micro_batches):
+        last = micro_batch == micro_batches - 1
+        model.set_requires_gradient_sync(last or config.sync_every_micro_batch)
+        batch = batches.batch(step, micro_batch).to(ranks.device)
+        loss = token_losses(model, batch).mean() / micro_batches
+        loss.backward()
+        shared[0] += loss.detach().double() / ranks.num_ranks
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+    assert isinstance(norm, DTensor)
+    norm_value = norm.full_tensor().item()
+    optimizer.step()
+    optimizer.zero_grad()
+    shared[1] = float(stop_requested())
+    dist.all_reduce(shared)
+    mean_loss, stops = shared.tolist()
+    step_s = time.perf_counter() - started
+    comm = qsdp.comm_stats(model)
+    metrics = {
+        "step": step,
+        "loss": mean_loss,
+        "lr": lr,
+        "grad_norm": norm_value,
+        "tokens_per_s": config.batch_size * config.sequence_length / step_s,
+        "step_s": step_s,
+        # Collectives may overlap with the computation on GPUs, so this is what remains of the step.
+        "compute_s": max(0.0, step_s - comm.encode_s - comm.decode_s - comm.network_s),
+        "encode_s": comm.encode_s,
+        "decode_s": comm.decode_s,
+        "network_s": comm.network_s,
+        "sent": comm.sent,
+        "received": comm.received,
+        "stock_sent": comm.stock_sent,
+    }
+    return StepResult(metrics, comm, stops > 0)
