@@ -10,7 +10,10 @@ import torch
 from qsdp.kernels import VALUE_DTYPES, backend_for
 from qsdp.wire import Segment, WireLayout, wire_layout
 
-Rounding = Literal["nearest", "stochastic", "shift"]
+Rounding = Literal["nearest", "stochastic", "shift", "dither"]
+Scaling = Literal["minmax", "symmetric"]
+ScaleDtype = Literal["float32", "bfloat16"]
+Transform = Literal["hadamard"]
 
 MIN_BITS, MAX_BITS = 2, 8
 MIN_BLOCK, MAX_BLOCK, BLOCK_MULTIPLE = 32, 65536, 32
@@ -18,22 +21,37 @@ MIN_BLOCK, MAX_BLOCK, BLOCK_MULTIPLE = 32, 65536, 32
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Blockwise min-max quantizer (QSDP sections 3 and 4 in practical form).
+    """Blockwise quantizer (QSDP sections 3 and 4 in practical form).
 
-    Every ``block_size`` consecutive values share a float32 scale and offset and become codes of
-    ``bits`` bits. Rounding is ``nearest`` (error at most half a step), ``stochastic`` (unbiased,
-    error under one step) or ``shift`` (random shift, one draw a block: unbiased and at most half a
-    step). A block with a NaN or an infinity decodes to NaN; a constant block decodes exactly.
+    Every ``block_size`` consecutive values share a scale and an offset and become codes of ``bits``
+    bits. A block with a NaN or an infinity decodes to NaN; a constant block decodes exactly where
+    scaling is min-max and scales are float32.
+
+    Attributes:
+        bits: of a code, 2 to 8.
+        block_size: values that share a scale, a multiple of 32 from 32 to 65536.
+        rounding: ``nearest`` (error at most half a step), ``stochastic`` (unbiased, error under one
+            step), ``shift`` (random shift, one draw a block: unbiased, at most half a step) or
+            ``dither`` (the same with one draw a value, which the decoder repeats).
+        levels: 2^bits increasing numbers from 0 to 1 that replace the uniform grid between a
+            block's extremes; with ``nearest``.
+        scaling: ``minmax``, from the block's lowest value to its highest, or ``symmetric``: no
+            offset is sent, zero decodes to zero, and there is one step less.
+        scale_dtype: of scales and offsets on the wire. ``bfloat16`` halves them and makes steps up
+            to 1/64 wider: for small blocks.
+        transform: ``hadamard`` rotates every 32 values, which spreads outliers.
 
     Raises:
-        ValueError: ``bits`` outside 2 to 8, ``block_size`` no multiple of 32 from 32 to 65536, or
-            an unknown ``rounding``.
+        ValueError: a field out of range, or fields that exclude each other.
     """
 
     bits: int = 8
     block_size: int = 1024
     rounding: Rounding = "shift"
     levels: tuple[float, ...] | None = None
+    scaling: Scaling = "minmax"
+    scale_dtype: ScaleDtype = "float32"
+    transform: Transform | None = None
 
     def __post_init__(self) -> None:
         if not _is_int(self.bits) or not MIN_BITS <= self.bits <= MAX_BITS:
@@ -50,17 +68,37 @@ class Quantizer:
                 f"Quantizer(block_size=...) must be a multiple of {BLOCK_MULTIPLE} from "
                 f"{MIN_BLOCK} to {MAX_BLOCK}, got {self.block_size!r}"
             )
-        if self.rounding not in get_args(Rounding):
+        for name, allowed in (
+            ("rounding", get_args(Rounding)),
+            ("scaling", get_args(Scaling)),
+            ("scale_dtype", get_args(ScaleDtype)),
+            ("transform", (None, *get_args(Transform))),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"Quantizer({name}=...) must be one of {', '.join(map(str, allowed))}, "
+                    f"got {getattr(self, name)!r}"
+                )
+        if self.rounding == "shift" and (self.scaling, self.scale_dtype) != ("minmax", "float32"):
             raise ValueError(
-                f"Quantizer(rounding=...) must be one of {', '.join(get_args(Rounding))}, "
-                f"got {self.rounding!r}"
+                'Quantizer(rounding="shift") moves the offset, which scaling="symmetric" does not '
+                'send and scale_dtype="bfloat16" cannot hold: take rounding="dither"'
             )
         if self.levels is not None:
             object.__setattr__(self, "levels", _checked_levels(self))
 
     def segment(self, numel: int) -> Segment:
         """A wire segment of ``numel`` values quantized this way."""
-        return Segment(numel, self.bits, self.block_size, self.rounding, self.levels)
+        return Segment(
+            numel,
+            self.bits,
+            self.block_size,
+            self.rounding,
+            self.levels,
+            self.scaling,
+            self.scale_dtype,
+            self.transform,
+        )
 
     def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> WireLayout:
         """The wire layout of one row that is one segment of ``numel`` values."""

@@ -4,7 +4,7 @@ A *row* is one rank's flat values, made of *segments*: one segment a parameter. 
 is split into blocks; a block never straddles two segments. Everything follows from sizes alone, so
 all ranks compute the same layout, and this file is the only place that knows it:
 
-    row = [scale, offset] float32 pairs of all quantized segments, block after block
+    row = scales and offsets of all quantized segments, block after block
         | bytes of all full-precision segments
         | packed codes of all quantized segments, block after block
         | zeros up to a multiple of ROW_ALIGNMENT | an int64 checksum, if asked for
@@ -12,6 +12,9 @@ all ranks compute the same layout, and this file is the only place that knows it
 Codes of one block are packed as bit planes of 4, 2 and 1 bits (a whole byte at 8 bits), lowest bits
 first, each plane padded to a byte: 3 bits = a 2-bit and a 1-bit plane, 7 bits = 4 + 2 + 1. Inside a
 plane the first value sits in the lowest bits of a byte.
+
+A block has one number, its scale, where scaling is symmetric, and two, scale and offset, otherwise;
+as float32 or as bfloat16. A segment's numbers are padded to a multiple of META_ALIGNMENT.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import torch
 ROW_ALIGNMENT = 8
 CHECKSUM_BYTES = 8
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as int64
-META_BYTES = 8  # one float32 scale and one float32 offset a block
+META_ALIGNMENT = 4
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Segment:
 
     ``bits=None`` travels in full precision, in the buffer's own dtype; the other fields then have
     no meaning. ``levels``, if given, holds ``2**bits`` increasing numbers in [0, 1] that replace
-    the uniform grid.
+    the uniform grid. The others are those of :class:`qsdp.Quantizer`.
     """
 
     numel: int
@@ -42,6 +45,28 @@ class Segment:
     block_size: int = 1024
     rounding: str = "nearest"
     levels: tuple[float, ...] | None = None
+    scaling: str = "minmax"
+    scale_dtype: str = "float32"
+    transform: str | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.numel // self.block_size)
+
+    @property
+    def meta_numbers(self) -> int:
+        """Numbers a block: scale, and offset where it does not follow from the scale."""
+        return 1 if self.scaling == "symmetric" else 2
+
+    @property
+    def meta_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.scale_dtype == "bfloat16" else torch.float32
+
+    @property
+    def meta_bytes(self) -> int:
+        """Bytes of all scales and offsets, padding included."""
+        used = self.num_blocks * self.meta_numbers * self.meta_dtype.itemsize
+        return -(-used // META_ALIGNMENT) * META_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -58,7 +83,7 @@ class Span:
 
     @property
     def num_blocks(self) -> int:
-        return -(-self.segment.numel // self.segment.block_size)
+        return self.segment.num_blocks
 
 
 @lru_cache(maxsize=16)
@@ -103,10 +128,11 @@ class WireLayout:
     checksum: bool = False
 
     def meta(self, wire: torch.Tensor, span: Span) -> torch.Tensor:
-        """Typed view: (num_rows, num_blocks, 2) float32, scale and offset of every block."""
-        size = span.num_blocks * META_BYTES
-        part: torch.Tensor = wire[:, span.meta_offset : span.meta_offset + size].view(torch.float32)
-        meta: torch.Tensor = part.unflatten(1, (span.num_blocks, 2))
+        """Typed view: (num_rows, num_blocks, meta_numbers), scale and offset of every block."""
+        segment = span.segment
+        size = segment.num_blocks * segment.meta_numbers * segment.meta_dtype.itemsize
+        part = wire[:, span.meta_offset : span.meta_offset + size].view(segment.meta_dtype)
+        meta: torch.Tensor = part.unflatten(1, (segment.num_blocks, segment.meta_numbers))
         return meta
 
     def codes(self, wire: torch.Tensor, span: Span) -> torch.Tensor:
@@ -126,8 +152,7 @@ def wire_layout(
 ) -> WireLayout:
     """Lay out ``segments``, in this order, for values of ``dtype``. Pure and cached."""
     quantized = [s for s in segments if s.bits is not None]
-    num_blocks = sum(-(-s.numel // s.block_size) for s in quantized)
-    raw_start = num_blocks * META_BYTES
+    raw_start = sum(s.meta_bytes for s in quantized)
     raw_bytes = sum(s.numel for s in segments if s.bits is None) * dtype.itemsize
     value_at, meta_at, raw_at, codes_at = 0, 0, raw_start, raw_start + raw_bytes
     spans = []
@@ -137,7 +162,7 @@ def wire_layout(
             raw_at += segment.numel * dtype.itemsize
         else:
             spans.append(Span(segment, value_at, meta_at, codes_at))
-            meta_at += -(-segment.numel // segment.block_size) * META_BYTES
+            meta_at += segment.meta_bytes
             codes_at += segment_code_bytes(segment)
         value_at += segment.numel
     row_bytes = -(-codes_at // ROW_ALIGNMENT) * ROW_ALIGNMENT + (CHECKSUM_BYTES if checksum else 0)

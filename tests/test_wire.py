@@ -7,6 +7,7 @@ import torch
 
 from qsdp import Quantizer
 from qsdp.kernels import reference
+from qsdp.kernels.packing import pack, unpack
 from qsdp.wire import Segment, code_bytes, damaged_rows, planes, seal, wire_layout
 
 ONE, ZERO = bytes.fromhex("0000803f"), bytes(4)
@@ -45,7 +46,7 @@ def test_codes_are_packed_densely(bits: int) -> None:
     for numel in (1, 7, 33):
         assert code_bytes(numel, bits) - bits * numel / 8 < len(planes(bits))
     code = torch.randint(0, 2**bits, (3, 77), dtype=torch.uint8)
-    assert torch.equal(reference.unpack(reference.pack(code, bits), bits, 77), code)
+    assert torch.equal(unpack(pack(code, bits), bits, 77), code)
 
 
 @pytest.mark.parametrize("bits", range(2, 9))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from qsdp.kernels import reference
+from qsdp.kernels.packing import pack, unpack
 from qsdp.wire import Segment
 
 BLOCK_SIZE = 1024
@@ -172,11 +173,11 @@ def _compiled_reference(values: torch.Tensor, bits: int) -> Peer:
     @torch.compile
     def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         scale, offset, code = reference.quantize_blocks(x, segment, 0, 0, 0, 0)
-        return scale, offset, reference.pack(code, bits)
+        return scale, offset, pack(code, bits)
 
     @torch.compile
     def decode(scale: torch.Tensor, offset: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-        code = reference.unpack(packed, bits, BLOCK_SIZE)
+        code = unpack(packed, bits, BLOCK_SIZE)
         return reference.dequantize_blocks(scale, offset, code, segment)
 
     encoded = encode(blocks)

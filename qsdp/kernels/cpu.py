@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qsdp.kernels import reference
 from qsdp.kernels.reference import FRACTION, level_thresholds
 from qsdp.wire import Span, WireLayout
 
@@ -93,6 +94,8 @@ def encode(
     values: torch.Tensor, layout: WireLayout, wire: torch.Tensor, *, key: int, first_row: int = 0
 ) -> None:
     """See :func:`qsdp.kernels.reference.encode`."""
+    if not _supported(layout):
+        return reference.encode(values, layout, wire, key=key, first_row=first_row)
     table = _table(layout)
     num_rows = values.shape[0]
     _check(values, (num_rows, layout.numel))
@@ -113,6 +116,8 @@ def encode(
 
 def decode(wire: torch.Tensor, layout: WireLayout, values: torch.Tensor) -> None:
     """See :func:`qsdp.kernels.reference.decode`."""
+    if not _supported(layout):
+        return reference.decode(wire, layout, values)
     num_rows = wire.shape[0]
     _check(values, (num_rows, layout.numel))
     _decode(wire, layout, values, num_rows, 1, 1.0, 1.0)
@@ -127,10 +132,22 @@ def decode_sum(
     divide: float = 1.0,
 ) -> None:
     """See :func:`qsdp.kernels.reference.decode_sum`."""
+    if not _supported(layout):
+        return reference.decode_sum(wire, layout, out, multiply=multiply, divide=divide)
     num_rows = wire.shape[0]
     assert num_rows >= 1
     _check(out, (layout.numel,))
     _decode(wire, layout, out, 1, num_rows, multiply, divide)
+
+
+def _supported(layout: WireLayout) -> bool:
+    return all(
+        span.segment.scaling == "minmax"
+        and span.segment.scale_dtype == "float32"
+        and span.segment.transform is None
+        and span.segment.rounding != "dither"
+        for span in layout.spans
+    )
 
 
 def _decode(

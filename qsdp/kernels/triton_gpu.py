@@ -23,7 +23,7 @@ import triton.language as tl
 from qsdp.kernels.reference import level_thresholds
 from qsdp.kernels.triton_decode import decode_kernel, decode_sum_kernel
 from qsdp.kernels.triton_encode import SHIFT, STOCHASTIC, encode_kernel
-from qsdp.wire import META_BYTES, Segment, Span, WireLayout, code_bytes
+from qsdp.wire import Segment, Span, WireLayout, code_bytes
 
 NAME = "triton"
 
@@ -236,7 +236,7 @@ def _block_runs(span: Span, segment_index: int, levels_at: int, blocks: int) -> 
         yield [
             span.value_offset + at,
             min(segment.numel - at, blocks * segment.block_size),
-            (span.meta_offset + block * META_BYTES) // 4,
+            (span.meta_offset + block * 8) // 4,
             span.data_offset + block * bytes_a_block,
             block,
             segment_index,
