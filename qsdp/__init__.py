@@ -6,6 +6,7 @@ from qsdp.collectives import (
     reduce_scatter_quantized,
 )
 from qsdp.config import IntraNode, QSDPConfig
+from qsdp.ddp import QuantizedDDPState, quantized_ddp_hook
 from qsdp.fsdp import apply_qsdp, comm_stats, observe_comms, remove_qsdp
 from qsdp.quantizer import Quantizer
 from qsdp.stats import CommStats
@@ -16,12 +17,14 @@ __all__ = [
     "CommStats",
     "IntraNode",
     "QSDPConfig",
+    "QuantizedDDPState",
     "Quantizer",
     "all_gather_quantized",
     "all_reduce_quantized",
     "apply_qsdp",
     "comm_stats",
     "observe_comms",
+    "quantized_ddp_hook",
     "reduce_scatter_quantized",
     "remove_qsdp",
 ]

@@ -50,7 +50,7 @@ def require_agreement(
             path, ours, theirs = difference
             raise ValueError(
                 f"qsdp needs the same {path} on all ranks, got {ours} on rank 0 and "
-                f"{theirs} on rank {rank} of the group: pass apply_qsdp an equal model and config"
+                f"{theirs} on rank {rank} of the group: give all ranks an equal model and config"
             )
     raise AssertionError("digests differ but texts do not")
 

@@ -7,7 +7,7 @@ partial sums never are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -85,6 +85,7 @@ def reduce_scatter_quantized(
     key: int = 0,
     async_op: bool = False,
     meter: CommMeter | None = None,
+    contribution: torch.Tensor | None = None,
 ) -> dist.Work | None:
     """Reduce-scatter that moves quantized values.
 
@@ -105,6 +106,7 @@ def reduce_scatter_quantized(
         async_op: return a Work whose ``wait`` decodes; ``input`` may be changed at once, ``output``
             must not be read before.
         meter: adds bytes and times to it.
+        contribution: float32 of ``input``'s size, overwritten with what its receivers decode.
 
     Raises:
         ValueError, TypeError: sizes, dtypes or an op that do not fit.
@@ -121,6 +123,8 @@ def reduce_scatter_quantized(
         rows = input.view(num_ranks, -1)
         backend.encode(rows, layout, wire_in, key=derive_key(key, rank))
         seal_if_asked(wire_in, layout)
+        if contribution is not None:
+            backend.decode(wire_in, layout, contribution.view(num_ranks, -1))
     stock = (num_ranks - 1) * output.numel() * input.element_size()
     meter.count_rows(layout.row_bytes, num_ranks, stock=stock)
 
@@ -155,35 +159,109 @@ def all_reduce_quantized(
     Raises:
         ValueError, TypeError: as :func:`reduce_scatter_quantized`.
     """
+    for _ in all_reduce_stages(
+        tensor, group, quantizer=quantizer, op=op, key=key, meter=meter, async_op=False
+    ):
+        pass
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """What quantization lost in one all-reduce, to be added to the next of the same tensor.
+
+    Attributes:
+        contribution: (numel,) float32: of this rank's own values.
+        reduced: (numel of a piece row,) float32: of the result that this rank forwards.
+    """
+
+    contribution: torch.Tensor
+    reduced: torch.Tensor
+
+
+def piece_layout(layout: WireLayout, num_ranks: int) -> WireLayout:
+    """Layout of the row that one rank reduces: its piece of every segment of ``layout``."""
+    pieces = (replace(s.segment, numel=-(-s.segment.numel // num_ranks)) for s in layout.spans)
+    return wire_layout(tuple(pieces), layout.dtype, layout.checksum)
+
+
+def all_reduce_stages(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    quantizer: Quantizer | WireLayout,
+    op: ReduceOp = dist.ReduceOp.AVG,
+    key: int = 0,
+    meter: CommMeter | None = None,
+    feedback: Feedback | None = None,
+    async_op: bool = True,
+) -> Iterator[None]:
+    """:func:`all_reduce_quantized` step by step, so that several can be under way.
+
+    Yields while the reduce-scatter is under way, then while the all-gather is; ``tensor`` holds the
+    result at the end. Ranks must take the steps of all their all-reduces in the same order.
+
+    Args:
+        feedback: error feedback. Its errors are added before quantizing and then replaced by the
+            new ones; those of values that are not finite are dropped, or they would never end.
+    """
     group = _group_or_default(group)
-    num_ranks = dist.get_world_size(group)
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     whole = _layout_for(quantizer, tensor)
-    pieces = wire_layout(
-        tuple(replace(s.segment, numel=-(-s.segment.numel // num_ranks)) for s in whole.spans),
-        tensor.dtype,
-        whole.checksum,
-    )
+    pieces = piece_layout(whole, num_ranks)
     rows = tensor.new_zeros(num_ranks, pieces.numel)
 
-    def spans() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each segment of ``tensor`` and its pieces, a rank a row."""
+    def spans(flat: torch.Tensor, cut: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each segment of ``flat`` and its pieces, a rank a row of ``cut``."""
         for span, piece in zip(whole.spans, pieces.spans, strict=True):
             end = span.value_offset + span.segment.numel
             width = slice(piece.value_offset, piece.value_offset + piece.segment.numel)
-            yield tensor[span.value_offset : end], rows[:, width]
+            yield flat[span.value_offset : end], cut[:, width]
 
-    for segment, cut in spans():
+    exact = tensor if feedback is None else tensor.float() + feedback.contribution
+    for segment, cut in spans(exact, rows):
         padded = torch.nn.functional.pad(segment, (0, cut.numel() - segment.numel()))
         cut.copy_(padded.view(cut.shape))
+    decoded = None if feedback is None else rows.new_empty(rows.shape, dtype=torch.float32)
     own = rows.new_empty(pieces.numel)
-    reduce_scatter_quantized(
-        own, rows.view(-1), group, quantizer=pieces, op=op, key=key, meter=meter
+    work = reduce_scatter_quantized(
+        own,
+        rows.view(-1),
+        group,
+        quantizer=pieces,
+        op=op,
+        key=key,
+        async_op=async_op,
+        meter=meter,
+        contribution=None if decoded is None else decoded.view(-1),
     )
-    all_gather_quantized(
-        rows.view(-1), own, group, quantizer=pieces, key=derive_key(key, 1), meter=meter
+    if feedback is not None and decoded is not None:
+        for segment, cut in spans(exact, decoded):
+            segment -= cut.reshape(-1)[: segment.numel()]
+        _keep_finite(feedback.contribution, exact)
+    yield
+    if work is not None:
+        work.wait()
+    exact_own = own if feedback is None else own.float() + feedback.reduced
+    work = all_gather_quantized(
+        rows.view(-1),
+        own.copy_(exact_own),
+        group,
+        quantizer=pieces,
+        key=derive_key(key, 1),
+        async_op=async_op,
+        meter=meter,
     )
-    for segment, cut in spans():
+    yield
+    if work is not None:
+        work.wait()
+    if feedback is not None:
+        _keep_finite(feedback.reduced, exact_own - rows[rank])
+    for segment, cut in spans(tensor, rows):
         segment.copy_(cut.reshape(-1)[: segment.numel()])
+
+
+def _keep_finite(errors: torch.Tensor, new: torch.Tensor) -> None:
+    torch.nan_to_num(new, nan=0.0, posinf=0.0, neginf=0.0, out=errors)
 
 
 def reduce_factors(op: ReduceOp, num_ranks: int) -> tuple[float, float]:
@@ -205,15 +283,13 @@ def reduce_factors(op: ReduceOp, num_ranks: int) -> tuple[float, float]:
 class _DecodingWork(dist.Work):
     """A Work that decodes once its transfers are done; ``wait`` may be called repeatedly."""
 
-    def __init__(self, works: list[dist.Work], finish: Callable[[], None]) -> None:
+    def __init__(self, finish: Callable[[], None]) -> None:
         super().__init__()
-        self._works, self._finish = works, finish
+        self._finish = finish
         self._done = False
 
     def wait(self, timeout: object = None) -> bool:
         if not self._done:
-            for work in self._works:
-                work.wait()
             self._finish()
             self._done = True
         return True
@@ -224,16 +300,19 @@ class _DecodingWork(dist.Work):
 
 def _complete(
     works: list[dist.Work],
-    finish: Callable[[], None],
+    decode: Callable[[], None],
     async_op: bool,
     meter: CommMeter,
     device: torch.device,
 ) -> dist.Work | None:
+    def finish() -> None:
+        with meter.phase("network", device):
+            for work in works:
+                work.wait()
+        decode()
+
     if async_op:
-        return _DecodingWork(works, finish)
-    with meter.phase("network", device):
-        for work in works:
-            work.wait()
+        return _DecodingWork(finish)
     finish()
     return None
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
 
 from qsdp.quantizer import MAX_BITS, MIN_BITS, Quantizer
 
@@ -87,6 +91,20 @@ class QSDPConfig:
                 f"got {patterns!r}"
             )
         object.__setattr__(self, "keep_full_precision", tuple(patterns))
+
+    def quantizes(self, names: Iterable[str], param: torch.Tensor) -> bool:
+        """Whether a parameter of these names (tied ones have several) is one to quantize."""
+        kept = any(fnmatchcase(name, p) for name in names for p in self.keep_full_precision)
+        return param.ndim > 1 and param.numel() >= self.min_numel and not kept
+
+    def require_matches(self, names: list[str]) -> None:
+        """Raises ValueError where a pattern matches none of ``names``, all of the model's."""
+        for pattern in self.keep_full_precision:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(
+                    f"QSDPConfig(keep_full_precision=...): {pattern!r} matches no parameter; the "
+                    f"model has {len(names)}, such as {', '.join(names[:3])}"
+                )
 
     @classmethod
     def preset(cls, name: str) -> QSDPConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
@@ -143,10 +142,12 @@ def comm_stats(model: nn.Module, reset: bool = False) -> CommStats:
         reset: start counting again from zero.
 
     Raises:
-        ValueError: nothing of qsdp is installed on ``model``.
+        ValueError: nothing of qsdp is installed on ``model``, or only on a part of it.
     """
     found = []
-    for unit in find_units(model):
+    units = find_units(model)
+    _check_complete(units)
+    for unit in units:
         gather, scatter = unit.fsdp_group._all_gather_comm, unit.fsdp_group._reduce_scatter_comm
         hook = unit.fsdp_group._all_reduce_hook
         if isinstance(gather, ObservedAllGather):
@@ -161,6 +162,20 @@ def comm_stats(model: nn.Module, reset: bool = False) -> CommStats:
             "or gradients quantized) or observe_comms on it first"
         )
     return sum(found, CommStats())
+
+
+def _check_complete(units: list[Unit]) -> None:
+    """Raises ValueError where ``fully_shard`` came after :func:`apply_qsdp`."""
+    for direction in ("_all_gather_comm", "_reduce_scatter_comm"):
+        comms = [getattr(unit.fsdp_group, direction) for unit in units]
+        if not any(isinstance(c, QuantizedAllGather | QuantizedReduceScatter) for c in comms):
+            continue
+        for unit, comm in zip(units, comms, strict=True):
+            if not isinstance(comm, ObservedAllGather | ObservedReduceScatter):
+                raise ValueError(
+                    f"module {unit.path} communicates in full precision, because fully_shard "
+                    "wrapped it after apply_qsdp: move apply_qsdp below the last fully_shard"
+                )
 
 
 def _check_comms(units: list[Unit]) -> None:
@@ -199,21 +214,13 @@ def _quantized_names(units: list[Unit], config: QSDPConfig) -> set[str]:
     Raises:
         ValueError: a pattern that matches no parameter.
     """
-    every = [alias for unit in units for aliases in unit.aliases for alias in aliases]
-    for pattern in config.keep_full_precision:
-        if not any(fnmatchcase(name, pattern) for name in every):
-            raise ValueError(
-                f"QSDPConfig(keep_full_precision=...): {pattern!r} matches no parameter; the "
-                f"model has {len(every)}, such as {', '.join(every[:3])}"
-            )
-    quantized = set()
-    for unit in units:
-        for aliases, fsdp_param in zip(unit.aliases, unit.params, strict=True):
-            param = fsdp_param.sharded_param
-            kept = any(fnmatchcase(a, p) for a in aliases for p in config.keep_full_precision)
-            if param.ndim > 1 and param.numel() >= config.min_numel and not kept:
-                quantized.add(aliases[0])
-    return quantized
+    config.require_matches([name for unit in units for names in unit.aliases for name in names])
+    return {
+        aliases[0]
+        for unit in units
+        for aliases, fsdp_param in zip(unit.aliases, unit.params, strict=True)
+        if config.quantizes(aliases, fsdp_param.sharded_param)
+    }
 
 
 def _facts(config: QSDPConfig, units: list[Unit], quantized: set[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 try:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -174,10 +175,11 @@ def find_units(model: nn.Module) -> list[Unit]:
     Raises:
         TypeError, ValueError: a model that qsdp cannot work on, and why.
     """
-    if isinstance(model, FullyShardedDataParallel):
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise TypeError(
             "qsdp works on FSDP2 and this model is wrapped with FSDP1's FullyShardedDataParallel: "
-            "wrap it with torch.distributed.fsdp.fully_shard instead"
+            "wrap it with torch.distributed.fsdp.fully_shard instead (Accelerate: "
+            "FullyShardedDataParallelPlugin(fsdp_version=2); Lightning: ModelParallelStrategy)"
         )
     if not hasattr(FSDPModule, "set_custom_all_gather"):
         raise RuntimeError(
@@ -205,11 +207,22 @@ def find_units(model: nn.Module) -> list[Unit]:
             aliases = tuple(_aliases(p, paths) for p in group.fsdp_params)
             units.append(Unit(len(units), path or "(root)", module, group, aliases))
     if not units:
-        raise ValueError(
-            "apply_qsdp found no FSDP2 module in this model: call "
-            "torch.distributed.fsdp.fully_shard on its blocks and on the model first"
-        )
+        raise ValueError(_why_no_units(model))
     return units
+
+
+def _why_no_units(model: nn.Module) -> str:
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        return (
+            "qsdp found no FSDP2 module in this model, which is wrapped with "
+            "DistributedDataParallel: for DDP use model.register_comm_hook(qsdp.QuantizedDDPState("
+            "model, config), qsdp.quantized_ddp_hook), or shard with fully_shard in place of DDP"
+        )
+    return (
+        "qsdp found no FSDP2 module in this model: call torch.distributed.fsdp.fully_shard on its "
+        "blocks and on the model first, and move apply_qsdp below (Accelerate: below "
+        "accelerator.prepare; Lightning: to the end of configure_model)"
+    )
 
 
 def _check_sharded(path: str, group: FSDPParamGroup) -> None:

@@ -21,9 +21,9 @@ LAYERS = (
     {"collectives"},
     {"two_level", "units"},
     {"comms"},
-    {"fsdp"},
+    {"fsdp", "ddp"},
     {""},  # the package itself: public names
-    {"trainer", "bench", "check"},
+    {"trainer", "bench", "check", "integrations"},
     {"cli"},
 )
 PRIVATE_TORCH = {"qsdp/units.py", "qsdp/buffers.py"}
