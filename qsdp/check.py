@@ -150,9 +150,18 @@ def describe(backend: Backend) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print what runs here; 1 if a backend differs from the reference."""
+    """Print what runs here; 1 if a backend differs from the reference, or a theorem fails."""
     text = "Which kernels run on this machine, and do they give the bytes of the reference?"
-    argparse.ArgumentParser(prog="qsdp check", description=text).parse_args(argv)
+    parser = argparse.ArgumentParser(prog="qsdp check", description=text)
+    parser.add_argument(
+        "--theory",
+        action="store_true",
+        help="check the convergence guarantees of docs/theory.md instead, on this library's "
+        "quantizers (half a minute)",
+    )
+    if parser.parse_args(argv).theory:
+        status: int = importlib.import_module("qsdp.theory.command").main()
+        return status
     print(f"torch        {torch.__version__}, Python {platform.python_version()}")
     print(f"FSDP2 hooks  {_hooks()}")
     good = _report(torch.device("cpu"))
