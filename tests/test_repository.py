@@ -15,15 +15,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Lower layers first; a module may import from its own layer's predecessors and itself.
 LAYERS = (
-    {"wire", "kernels"},
+    {"wire", "kernels", "columns"},
     {"quantizer"},
-    {"stats", "buffers", "config", "agreement"},
+    {"stats", "buffers", "config", "agreement", "levels"},
     {"collectives"},
-    {"two_level", "units"},
+    {"two_level", "units", "learning"},
     {"comms"},
-    {"fsdp", "ddp"},
+    {"fsdp", "ddp", "state"},
     {""},  # the package itself: public names
-    {"trainer", "bench", "check", "integrations"},
+    {"trainer", "bench", "check", "theory", "integrations"},
     {"cli"},
 )
 PRIVATE_TORCH = {"qsdp/units.py", "qsdp/buffers.py"}
