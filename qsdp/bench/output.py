@@ -29,7 +29,7 @@ def header(settings: Settings, backend: Backend, allocator: str, load: str) -> s
     counted = "bytes read and written" if on_gpu else "bytes of values"
     facts = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": _commit(),
+        "commit": commit(),
         "machine": _machine(settings.device),
         "load": load,
         "torch": f"{torch.__version__}, Python {platform.python_version()}",
@@ -119,10 +119,10 @@ def _machine(device: torch.device) -> str:
         triton = importlib.import_module("triton")
         versions = f"CUDA {torch.version.cuda}, Triton {triton.__version__}"
         return f"{torch.cuda.get_device_name(device)}, {versions}"
-    return f"{_cpu_model()}, {os.cpu_count()} cores, {platform.system()}"
+    return f"{cpu_model()}, {os.cpu_count()} cores, {platform.system()}"
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -131,7 +131,7 @@ def _cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
-def _commit() -> str:
+def commit() -> str:
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)

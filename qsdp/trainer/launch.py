@@ -25,7 +25,7 @@ def launch(argv: list[str], num_ranks: int, run_folder: Path) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    _set_rank_environment(num_ranks)
+    os.environ.update(rank_environment(num_ranks))
     # What the launcher logs about a failed rank is told below, in one line.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
@@ -58,12 +58,18 @@ def launch(argv: list[str], num_ranks: int, run_folder: Path) -> int:
     return 128 + stop.signal if stop.signal else 0
 
 
-def _set_rank_environment(num_ranks: int) -> None:
-    """Ranks share the cores; huge pages make fresh memory, which CPU collectives use, cheap."""
+def rank_environment(num_ranks: int) -> dict[str, str]:
+    """This environment, for ranks that share the cores; what it sets already stays.
+
+    Huge pages make fresh memory, which CPU collectives use, cheap.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // num_ranks)))
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    ours = {
+        "OMP_NUM_THREADS": str(max(1, (cores or 1) // num_ranks)),
+        "THP_MEM_ALLOC_ENABLE": "1",
+        "TOKENIZERS_PARALLELISM": "true",
+    }
+    return ours | dict(os.environ)
 
 
 class _StopOnSignal:

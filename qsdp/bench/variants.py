@@ -1,0 +1,197 @@
+"""The trainer's own step under several ways to communicate, taken in turn on one set of ranks.
+
+All variants train models of one shape on the same random tokens. They take their steps in turn, in
+another order each round, so that all of them meet the same disturbances.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import qsdp
+from qsdp.agreement import all_gather_json
+from qsdp.trainer.config import PRESETS, TrainConfig
+from qsdp.trainer.model import build_optimizer, new_model, quantize_communication, shard
+from qsdp.trainer.ranks import Ranks
+from qsdp.trainer.step import Training, take_step
+
+STOCK = {
+    "stock-fp32": {},
+    "stock-bf16": {"precision": "bf16", "reduce_precision": "bf16"},
+}  # fmt: skip
+UNQUANTIZED = "qsdp-fp32"
+SPLIT = ("compute_s", "encode_s", "network_s", "decode_s")
+HELP = (
+    "stock-fp32 and stock-bf16 (FSDP2 as it is), qsdp-fp32 (qsdp's transport, nothing quantized), "
+    "w{2..8}g{2..8} (two-level where nodes have several ranks) and w{..}g{..}-flat"
+)
+
+
+class Variant(NamedTuple):
+    """A way to communicate, and what it takes of a run's configuration."""
+
+    name: str
+    settings: dict[str, Any]
+    two_level: bool
+
+    @property
+    def is_stock(self) -> bool:
+        return self.name in STOCK
+
+
+class Sample(NamedTuple):
+    """One step of one variant, the same on every rank: means over ranks, sums of bytes.
+
+    Attributes:
+        between_nodes: bytes that left a node, as qsdp counts them, over all nodes.
+        on_interface: what the nodes' interfaces sent meanwhile, or None where nobody reads them.
+        sent: bytes that ranks sent to other ranks, over all ranks.
+    """
+
+    step_s: float
+    compute_s: float
+    encode_s: float
+    network_s: float
+    decode_s: float
+    sent: int
+    between_nodes: int
+    on_interface: int | None
+
+
+def parse_variant(name: str) -> Variant:
+    """Raises ValueError on a name that is none."""
+    if name in STOCK:
+        return Variant(name, {"comm": "w32g32", **STOCK[name]}, two_level=False)
+    if name == UNQUANTIZED:
+        return Variant(name, {"comm": "w8g8", "keep_full_precision": ("*",)}, two_level=True)
+    if not re.fullmatch(r"w[2-8]g[2-8](-flat)?", name):
+        raise ValueError(f"unknown variant {name!r}: there are {HELP}")
+    comm, _, flat = name.partition("-")
+    return Variant(name, {"comm": comm}, two_level=not flat)
+
+
+def bench_config(
+    *, preset: str | None, layers: int, width: int, heads: int, **settings: Any
+) -> TrainConfig:
+    """The preset's shape and recipe, or a GPT-2 of the given shape in the tiny recipe."""
+    if preset is not None:
+        return replace(PRESETS[preset](), **settings)
+    return replace(PRESETS["tiny"](), layers=layers, width=width, heads=heads, **settings)
+
+
+def prepare(variant: Variant, base: TrainConfig, ranks: Ranks, per_node: int) -> Training:
+    """A sharded model, its optimizer and its communication; a collective call."""
+    two_level = variant.two_level and 1 < per_node < ranks.num_ranks
+    config = replace(base, **variant.settings, intra_node=per_node if two_level else None)
+    torch.manual_seed(config.seed)
+    model = new_model(config, config.vocab_size, eos_token_id=0)
+    shard(model, config, ranks)
+    optimizer = build_optimizer(model, config)
+    quantize_communication(model, config)
+    return Training(config, ranks, model, optimizer, _RandomBatches(config, ranks))
+
+
+def measure(
+    trainings: dict[str, Training],
+    *,
+    steps: int,
+    warm_up: int,
+    first_step: int,
+    interface: Callable[[], int] | None = None,
+) -> dict[str, list[Sample]]:
+    """``steps`` steps of each variant in turn, after ``warm_up`` more; a collective call.
+
+    Args:
+        first_step: number of the first step, for the learning rate and the random numbers.
+        interface: reads the bytes that this rank's node has sent.
+    """
+    order, shuffle = list(trainings), random.Random(first_step).shuffle
+    found: dict[str, list[Sample]] = {name: [] for name in trainings}
+    for round_ in range(warm_up + steps):
+        shuffle(order)
+        for name in order:
+            sample = _sample(name, trainings[name], first_step + round_, interface)
+            if round_ >= warm_up:
+                found[name].append(sample)
+    return found
+
+
+def medians(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Median of every field; the parts of the step need not add up to it exactly."""
+    columns = zip(Sample._fields, zip(*samples, strict=True), strict=True)
+    return {name: None if None in values else statistics.median(values) for name, values in columns}
+
+
+def ranks_per_node(local_size: int, num_ranks: int) -> int:
+    """Ranks on each node; 1 where nodes differ, as two-level collectives need equal ones."""
+    sizes = set(all_gather_json(local_size))
+    return local_size if len(sizes) == 1 and num_ranks % local_size == 0 else 1
+
+
+def _sample(
+    name: str, training: Training, step: int, interface: Callable[[], int] | None
+) -> Sample:
+    dist.barrier()
+    before = interface() if interface else 0
+    result = take_step(training, step)
+    dist.barrier()
+    sent = interface() - before if interface else None
+    metrics, comm = result.metrics, result.comm
+    mine = {
+        **{key: metrics[key] for key in ("step_s", *SPLIT)},
+        "sent": comm.sent,
+        "between": _between_nodes(parse_variant(name), comm, training.ranks.device),
+        "interface": sent,
+        "local_rank": int(os.environ["LOCAL_RANK"]),
+    }
+    everyone = all_gather_json(mine)
+    first_of_nodes = [rank for rank in everyone if rank["local_rank"] == 0]
+    stock = parse_variant(name).is_stock
+    return Sample(
+        **{key: statistics.mean(rank[key] for rank in everyone) for key in ("step_s", *SPLIT)},
+        sent=sum(rank["sent"] for rank in everyone),
+        between_nodes=sum(rank["between"] for rank in (first_of_nodes if stock else everyone)),
+        on_interface=(
+            sum(rank["interface"] for rank in first_of_nodes) if interface is not None else None
+        ),
+    )
+
+
+def _between_nodes(variant: Variant, comm: qsdp.CommStats, device: torch.device) -> int:
+    """Bytes that leave a node because of this rank; for stock, because of the whole node.
+
+    Stock collectives are rings, over which each node passes on what one rank sends. gloo has no
+    reduce-scatter: torch does an all-reduce and drops what it does not need, twice the bytes.
+    """
+    if not variant.is_stock:
+        return comm.inter_node_sent
+    twice = 2 if device.type == "cpu" else 1
+    return comm.all_gather_sent + twice * comm.reduce_scatter_sent
+
+
+class _RandomBatches:
+    """Tokens without meaning, which cost as much as any."""
+
+    def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
+        micro = config.batch_size // (config.micro_batches(ranks.num_ranks) * ranks.num_ranks)
+        self._shape = (micro, config.sequence_length + 1)
+        self._vocab_size = config.vocab_size
+        self._generator = torch.Generator().manual_seed(ranks.rank)
+
+    def batch(self, step: int, micro_batch: int) -> torch.Tensor:
+        return torch.randint(self._vocab_size, self._shape, generator=self._generator)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError("a benchmark is not resumed")
