@@ -68,8 +68,8 @@ def quadratic(curvature: torch.Tensor, *, noise: float = 0.0, seed: int = 0) -> 
     minimiser = torch.rand(dim, generator=generator(seed), dtype=torch.float64) * 2 - 1
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        squares: torch.Tensor = (x - minimiser).square()
-        return squares @ curvature / 2
+        halves: torch.Tensor = 0.5 * curvature * (x - minimiser) ** 2
+        return halves.sum(-1)
 
     def gradient(x: torch.Tensor) -> torch.Tensor:
         return curvature * (x - minimiser)
