@@ -6,7 +6,7 @@ partial sums never are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,7 @@ from qsdp.kernels.philox import derive_key
 from qsdp.quantizer import Quantizer
 from qsdp.stats import CommMeter
 from qsdp.wire import WireLayout, damaged_rows, seal, wire_layout
+from qsdp.works import complete
 
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 
@@ -72,7 +73,7 @@ def all_gather_quantized(
             backend.decode(wire, layout, output.view(num_ranks, -1))
 
     works = exchange_rows(wire, rank, group)
-    return _complete(works, finish, async_op, meter, device)
+    return complete(works, finish, async_op, meter, device)
 
 
 def reduce_scatter_quantized(
@@ -134,7 +135,7 @@ def reduce_scatter_quantized(
             backend.decode_sum(wire_out, layout, output, multiply=multiply, divide=divide)
 
     work = dist.all_to_all_single(wire_out.view(-1), wire_in.view(-1), group=group, async_op=True)
-    return _complete([work], finish, async_op, meter, device)
+    return complete([work], finish, async_op, meter, device)
 
 
 def all_reduce_quantized(
@@ -278,43 +279,6 @@ def reduce_factors(op: ReduceOp, num_ranks: int) -> tuple[float, float]:
     if kind == dist.ReduceOp.PREMUL_SUM and isinstance(getattr(op, "factor", None), float):
         return float(op.factor), 1.0  # type: ignore[union-attr]
     raise ValueError(f"reduce_scatter_quantized takes op SUM, AVG or PREMUL_SUM(number), got {op}")
-
-
-class _DecodingWork(dist.Work):
-    """A Work that decodes once its transfers are done; ``wait`` may be called repeatedly."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        super().__init__()
-        self._finish = finish
-        self._done = False
-
-    def wait(self, timeout: object = None) -> bool:
-        if not self._done:
-            self._finish()
-            self._done = True
-        return True
-
-    def is_completed(self) -> bool:
-        return self._done
-
-
-def _complete(
-    works: list[dist.Work],
-    decode: Callable[[], None],
-    async_op: bool,
-    meter: CommMeter,
-    device: torch.device,
-) -> dist.Work | None:
-    def finish() -> None:
-        with meter.phase("network", device):
-            for work in works:
-                work.wait()
-        decode()
-
-    if async_op:
-        return _DecodingWork(finish)
-    finish()
-    return None
 
 
 def exchange_rows(wire: torch.Tensor, rank: int, group: dist.ProcessGroup) -> list[dist.Work]:

@@ -17,11 +17,12 @@ from qsdp.collectives import (
     reduce_scatter_quantized,
 )
 from qsdp.kernels import VALUE_DTYPES
-from qsdp.quantizer import Quantizer
+from qsdp.learning import LevelLearner
 from qsdp.stats import CommMeter
 from qsdp.two_level import NodeGroups, all_gather_two_level, reduce_scatter_two_level
 from qsdp.units import AllGather, ReduceScatter, Unit
 from qsdp.wire import Segment, WireLayout, wire_layout
+from qsdp.works import done_work
 
 Size = Sequence[int | torch.SymInt]
 
@@ -81,10 +82,14 @@ class QuantizedAllGather(ObservedAllGather):
     """
 
     def __init__(
-        self, unit: Unit, quantizer: Quantizer, key: int, nodes: NodeGroups | None = None
+        self,
+        unit: Unit,
+        key: int,
+        nodes: NodeGroups | None = None,
+        learner: LevelLearner | None = None,
     ) -> None:
         super().__init__(unit)
-        self.quantizer, self.key, self.nodes = quantizer, key, nodes
+        self.key, self.nodes, self.learner = key, nodes, learner
 
     def allocate(self, size: Size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return pool.take(int(size[0]), dtype, device)
@@ -101,9 +106,22 @@ class QuantizedAllGather(ObservedAllGather):
         # Another dtype: uint8 is a buffer that somebody else has packed.
         if group is not self.unit.group or input_tensor.dtype not in VALUE_DTYPES:
             return super().__call__(output_tensor, input_tensor, group, async_op)
-        layout = self.unit.all_gather_layout(
-            input_tensor.numel(), self.quantizer, input_tensor.dtype
-        )
+        return self.gather(output_tensor, input_tensor, group, async_op)
+
+    def gather(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """Gather the values of all ranks' inputs."""
+        layout = self.unit.all_gather_layout(input_tensor.numel(), input_tensor.dtype)
+        # In backward the weights must be those of the forward, tables included.
+        if self.learner is not None and not self.unit.in_backward:
+            rows = input_tensor.view(1, -1)
+            if self.learner.learn_if_due("weights", rows, layout, group):
+                layout = self.unit.all_gather_layout(input_tensor.numel(), input_tensor.dtype)
         if self.nodes is not None and not async_op:
             all_gather_two_level(
                 output_tensor,
@@ -125,23 +143,83 @@ class QuantizedAllGather(ObservedAllGather):
         )
 
 
+class DifferenceAllGather(QuantizedAllGather):
+    """All-gather of quantized differences to the weights that all ranks decoded last (SDP4Bit).
+
+    The first gather moves the values themselves, raw; each later one what has changed since, the
+    error of the one before included, so errors do not add up. In backward nothing is moved.
+    """
+
+    def __init__(self, unit: Unit, key: int) -> None:
+        super().__init__(unit, key)
+        self.known: torch.Tensor | None = None  # all ranks' rows, as every rank decoded them
+        self._start: torch.Tensor | None = None
+
+    def own_row(self) -> torch.Tensor | None:
+        """This rank's row of what all ranks know; None before the first gather."""
+        if self.known is None:
+            return self._start
+        num_ranks = dist.get_world_size(self.unit.group)
+        return self.known.view(num_ranks, -1)[dist.get_rank(self.unit.group)]
+
+    def start_from(self, row: torch.Tensor) -> None:
+        """Let the next gather take ``row`` for what all ranks know of this one; on every rank."""
+        self._start, self.known = row.clone(), None
+
+    def gather(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> dist.Work | None:
+        known, own = self.known, dist.get_rank(group)
+        if known is None or known.numel() != output_tensor.numel():
+            start = input_tensor if self._start is None else self._start
+            known = torch.empty_like(output_tensor)
+            ObservedAllGather.__call__(self, known, start.to(known.dtype), group)
+            self.known = known
+            if self._start is None:
+                output_tensor.copy_(known)
+                return done_work() if async_op else None
+            self._start = None
+        if not self.unit.in_backward:
+            layout = self.unit.all_gather_layout(input_tensor.numel(), input_tensor.dtype)
+            rows = known.view(-1, input_tensor.numel())
+            for span in layout.spans:
+                if span.segment.bits is None:  # travels as it is: the difference to zero
+                    rows[:, span.value_offset : span.value_offset + span.segment.numel] = 0
+            change = input_tensor - rows[own]
+            all_gather_quantized(
+                output_tensor, change, group, quantizer=layout, key=self.key, meter=self.meter
+            )
+            known += output_tensor
+        else:
+            stock = (dist.get_world_size(group) - 1) * input_tensor.nbytes
+            self.meter.count_rows(0, dist.get_world_size(group), stock=stock)
+        output_tensor.copy_(known)
+        return done_work() if async_op else None
+
+
 class QuantizedReduceScatter(ObservedReduceScatter):
     """Reduce-scatter of quantized gradients.
 
     Args:
-        intra: quantizer inside the node where ``nodes`` is given; None for raw.
+        error_feedback: add what quantization lost of one gradient to the next.
     """
 
     def __init__(
         self,
         unit: Unit,
-        quantizer: Quantizer,
         key: int,
         nodes: NodeGroups | None = None,
-        intra: Quantizer | None = None,
+        learner: LevelLearner | None = None,
+        error_feedback: bool = False,
     ) -> None:
         super().__init__(unit)
-        self.quantizer, self.key, self.nodes, self.intra = quantizer, key, nodes, intra
+        self.key, self.nodes, self.learner = key, nodes, learner
+        self.error_feedback = error_feedback
+        self.lost: torch.Tensor | None = None  # of the gradient before, float32
 
     def allocate(self, size: Size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return pool.take(int(size[0]), dtype, device)
@@ -156,13 +234,15 @@ class QuantizedReduceScatter(ObservedReduceScatter):
     ) -> dist.Work | None:
         if input_tensor.dtype not in VALUE_DTYPES:
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
-        layout = gradient_layout(self.unit, output_tensor, self.quantizer, input_tensor.dtype)
+        layout = gradient_layout(self.unit, output_tensor, "gradients", input_tensor.dtype)
+        if self.learner is not None:
+            self.learner.reductions += 1
+            rows = input_tensor.view(-1, output_tensor.numel())
+            if self.learner.learn_if_due("gradients", rows, layout, group):
+                layout = gradient_layout(self.unit, output_tensor, "gradients", input_tensor.dtype)
         if self.nodes is not None:
-            raw = (Segment(output_tensor.numel()),)
-            intra_layout = (
-                wire_layout(raw, input_tensor.dtype, layout.checksum)
-                if self.intra is None
-                else gradient_layout(self.unit, output_tensor, self.intra, input_tensor.dtype)
+            intra_layout = gradient_layout(
+                self.unit, output_tensor, "intra_node", input_tensor.dtype
             )
             segments = tuple(span.segment for span in layout.spans)
             reduce_scatter_two_level(
@@ -176,7 +256,10 @@ class QuantizedReduceScatter(ObservedReduceScatter):
                 meter=self.meter,
             )
             return None
-        return reduce_scatter_quantized(
+        contribution = None
+        if self.error_feedback:
+            input_tensor, contribution = self._with_feedback(input_tensor)
+        work = reduce_scatter_quantized(
             output_tensor,
             input_tensor,
             group,
@@ -185,7 +268,22 @@ class QuantizedReduceScatter(ObservedReduceScatter):
             key=self.key,
             async_op=async_op,
             meter=self.meter,
+            contribution=contribution,
         )
+        if contribution is not None and self.lost is not None:
+            self.lost -= contribution
+            torch.nan_to_num(self.lost, nan=0.0, posinf=0.0, neginf=0.0, out=self.lost)
+        return work
+
+    def _with_feedback(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient and what was lost before, and room for what arrives of it.
+
+        Afterwards ``lost`` holds the exact sum; what arrives is to be taken off.
+        """
+        if self.lost is None or self.lost.numel() != gradient.numel():
+            self.lost = torch.zeros_like(gradient, dtype=torch.float32)
+        self.lost += gradient
+        return self.lost.to(gradient.dtype, copy=True), torch.empty_like(self.lost)
 
 
 class QuantizedAllReduce:
@@ -196,10 +294,10 @@ class QuantizedAllReduce:
     has no replicas (``Unit.hide_replicas``), and this hook does their part.
     """
 
-    def __init__(self, unit: Unit, quantizer: Quantizer, key: int) -> None:
+    def __init__(self, unit: Unit, key: int) -> None:
         group = unit.replicate_group
         assert group is not None
-        self.unit, self.quantizer, self.key, self.group = unit, quantizer, key, group
+        self.unit, self.key, self.group = unit, key, group
         self.meter = CommMeter(ranks_per_node(group))
         self._partial: torch.Tensor | None = None
 
@@ -214,7 +312,7 @@ class QuantizedAllReduce:
         if self._partial is not None:
             reduce_output += self._partial
             self._partial = None
-        layout = gradient_layout(self.unit, reduce_output, self.quantizer, reduce_output.dtype)
+        layout = gradient_layout(self.unit, reduce_output, "all_reduce", reduce_output.dtype)
         own_factor = self.unit.fsdp_group.gradient_divide_factor is not None
         all_reduce_quantized(
             reduce_output,
@@ -227,13 +325,13 @@ class QuantizedAllReduce:
 
 
 def gradient_layout(
-    unit: Unit, part: torch.Tensor, quantizer: Quantizer, dtype: torch.dtype
+    unit: Unit, part: torch.Tensor, direction: str, dtype: torch.dtype
 ) -> WireLayout:
     """Layout of one rank's part of the gradients, all in full precision if it is ambiguous.
 
     Every rank decides alike: the answer follows from sizes alone.
     """
-    layout = unit.reduce_scatter_layout(part.numel(), quantizer, dtype)
+    layout = unit.reduce_scatter_layout(part.numel(), direction, dtype)
     if layout is not None:
         return layout
     warnings.warn(

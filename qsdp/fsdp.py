@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 
 from qsdp.agreement import require_agreement
 from qsdp.comms import (
+    DifferenceAllGather,
     ObservedAllGather,
     ObservedReduceScatter,
     QuantizedAllGather,
@@ -20,6 +20,7 @@ from qsdp.comms import (
 )
 from qsdp.config import QSDPConfig
 from qsdp.kernels.philox import derive_key
+from qsdp.learning import LevelLearner
 from qsdp.stats import CommStats
 from qsdp.two_level import NodeGroups, check_node_size, make_node_groups
 from qsdp.units import DefaultAllGather, DefaultReduceScatter, Unit, find_units
@@ -65,31 +66,48 @@ def apply_qsdp(model: nn.Module, config: QSDPConfig) -> nn.Module:
         require_agreement(facts, error, group, device)
     remove_qsdp(model)
     for unit in units:
-        unit.quantized = tuple(name in quantized for name in unit.names)
-        unit.checksum = config.verify
+        _plan(unit, config)
         _install(unit, config)
     return model
 
 
+def _plan(unit: Unit, config: QSDPConfig) -> None:
+    """Write down how each parameter of the unit travels."""
+    named = [(a, p.sharded_param) for a, p in zip(unit.aliases, unit.params, strict=True)]
+    unit.quantizers = {
+        direction: tuple(config.quantizer(direction, names, param) for names, param in named)
+        for direction in ("weights", "gradients", "intra_node", "all_reduce")
+    }
+    unit.checksum = config.verify
+    unit.learned.clear()
+    unit.layouts.clear()
+
+
 def _install(unit: Unit, config: QSDPConfig) -> None:
-    nodes, intra = None, None
+    """Set the unit's comms; a direction that nothing is quantized in keeps FSDP2's own."""
+    nodes = None
     if config.intra_node is not None:
-        nodes, intra = (
-            _node_groups(unit.group, config.intra_node.ranks),
-            config.intra_node.gradients,
-        )
-    if config.weights is not None:
+        nodes = _node_groups(unit.group, config.intra_node.ranks)
+    planned = unit.quantizers
+    learns = any(q is not None and q.learns for d in planned.values() for q in d)
+    learner = LevelLearner(unit, config.level_schedule) if learns else None
+    if config.weights is not None or any(planned["weights"]):
         key = derive_key(config.seed, _WEIGHTS, unit.index)
-        unit.module.set_custom_all_gather(QuantizedAllGather(unit, config.weights, key, nodes))
-    key = derive_key(config.seed, _GRADIENTS, unit.index, dist.get_rank())
-    if config.gradients is not None:
+        unit.module.set_custom_all_gather(
+            DifferenceAllGather(unit, key)
+            if config.weight_mode == "difference"
+            else QuantizedAllGather(unit, key, nodes, learner)
+        )
+    # A learner counts reduce-scatters, also where those travel raw.
+    if config.gradients is not None or any(planned["gradients"]) or learner is not None:
+        key = derive_key(config.seed, _GRADIENTS, unit.index, dist.get_rank())
         unit.module.set_custom_reduce_scatter(
-            QuantizedReduceScatter(unit, config.gradients, key, nodes, intra)
+            QuantizedReduceScatter(unit, key, nodes, learner, config.error_feedback)
         )
     if config.all_reduce is not None:
         # Equal on all replicas of a shard: they must agree on the bits of the final gather.
         key = derive_key(config.seed, _ALL_REDUCE, unit.index, dist.get_rank(unit.group))
-        unit.module.set_all_reduce_hook(QuantizedAllReduce(unit, config.all_reduce, key))
+        unit.module.set_all_reduce_hook(QuantizedAllReduce(unit, key))
         unit.hide_replicas()
 
 
@@ -131,6 +149,16 @@ def observe_comms(model: nn.Module) -> nn.Module:
         if not isinstance(unit.fsdp_group._reduce_scatter_comm, ObservedReduceScatter):
             unit.module.set_custom_reduce_scatter(ObservedReduceScatter(unit))
     return model
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether :func:`apply_qsdp` has replaced a collective of ``model``."""
+    return any(
+        isinstance(unit.fsdp_group._all_gather_comm, QuantizedAllGather)
+        or isinstance(unit.fsdp_group._reduce_scatter_comm, QuantizedReduceScatter)
+        or isinstance(unit.fsdp_group._all_reduce_hook, QuantizedAllReduce)
+        for unit in find_units(model)
+    )
 
 
 def comm_stats(model: nn.Module, reset: bool = False) -> CommStats:
@@ -233,7 +261,7 @@ def _facts(config: QSDPConfig, units: list[Unit], quantized: set[str]) -> dict[s
     }
     return {
         "torch": torch.__version__,
-        "QSDPConfig": asdict(config),
+        "QSDPConfig": config.to_json(),
         "parameters": parameters,
         "number of FSDP modules": len(units),
     }

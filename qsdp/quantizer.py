@@ -34,7 +34,9 @@ class Quantizer:
             step), ``shift`` (random shift, one draw a block: unbiased, at most half a step) or
             ``dither`` (the same with one draw a value, which the decoder repeats).
         levels: 2^bits increasing numbers from 0 to 1 that replace the uniform grid between a
-            block's extremes; with ``nearest``.
+            block's extremes, with ``nearest``. ``"learned"`` stands for tables that
+            :func:`qsdp.apply_qsdp` learns for every parameter; until then, and in
+            :meth:`encode`, it is the uniform grid.
         scaling: ``minmax``, from the block's lowest value to its highest, or ``symmetric``: no
             offset is sent, zero decodes to zero, and there is one step less.
         scale_dtype: of scales and offsets on the wire. ``bfloat16`` halves them and makes steps up
@@ -48,7 +50,7 @@ class Quantizer:
     bits: int = 8
     block_size: int = 1024
     rounding: Rounding = "shift"
-    levels: tuple[float, ...] | None = None
+    levels: tuple[float, ...] | Literal["learned"] | None = None
     scaling: Scaling = "minmax"
     scale_dtype: ScaleDtype = "float32"
     transform: Transform | None = None
@@ -87,14 +89,19 @@ class Quantizer:
         if self.levels is not None:
             object.__setattr__(self, "levels", _checked_levels(self))
 
-    def segment(self, numel: int) -> Segment:
-        """A wire segment of ``numel`` values quantized this way."""
+    @property
+    def learns(self) -> bool:
+        """Whether levels are to be learned."""
+        return self.levels == "learned"
+
+    def segment(self, numel: int, learned: tuple[float, ...] | None = None) -> Segment:
+        """A wire segment of ``numel`` values; ``learned`` levels if the quantizer learns."""
         return Segment(
             numel,
             self.bits,
             self.block_size,
             self.rounding,
-            self.levels,
+            learned if isinstance(self.levels, str) else self.levels,
             self.scaling,
             self.scale_dtype,
             self.transform,
@@ -167,12 +174,18 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _checked_levels(quantizer: Quantizer) -> tuple[float, ...]:
+def _checked_levels(quantizer: Quantizer) -> tuple[float, ...] | Literal["learned"]:
     assert quantizer.levels is not None
     if quantizer.rounding != "nearest":
         raise ValueError(
             'Quantizer(levels=...) rounds to the nearest level: set rounding="nearest", '
             f"got rounding={quantizer.rounding!r}"
+        )
+    if quantizer.levels == "learned":
+        return "learned"
+    if isinstance(quantizer.levels, str):
+        raise ValueError(
+            f'Quantizer(levels=...) must be "learned" or numbers, got {quantizer.levels!r}'
         )
     levels = tuple(float(level) for level in quantizer.levels)
     increasing = all(a < b for a, b in zip(levels, levels[1:], strict=False))

@@ -26,6 +26,7 @@ try:
         DataParallelMeshInfo,
         FSDPMeshInfo,
         HSDPMeshInfo,
+        TrainingState,
     )
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -64,8 +65,10 @@ class Unit:
         path: the module's name, wrappers' parts included.
         module: a module to set comms on.
         aliases: names of each parameter, the first one its own, in the flat buffer's order.
-        quantized: which of them are quantized, once a configuration is applied.
-        checksum: whether rows carry checksums, likewise.
+        quantizers: how each of them travels in each direction, once a configuration is applied;
+            None for full precision.
+        learned: tables of levels by direction and name.
+        checksum: whether rows carry checksums.
     """
 
     index: int
@@ -73,7 +76,8 @@ class Unit:
     module: FSDPModule
     fsdp_group: FSDPParamGroup
     aliases: tuple[tuple[str, ...], ...]
-    quantized: tuple[bool, ...] = ()
+    quantizers: dict[str, tuple[Quantizer | None, ...]] = field(default_factory=dict)
+    learned: dict[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)
     checksum: bool = False
     layouts: dict[Any, WireLayout | None] = field(default_factory=dict)
 
@@ -134,15 +138,28 @@ class Unit:
         assert isinstance(device, torch.device)
         return device
 
-    def all_gather_layout(self, numel: int, quantizer: Quantizer, dtype: torch.dtype) -> WireLayout:
+    @property
+    def in_backward(self) -> bool:
+        """Whether FSDP2 gathers for the backward pass: the weights are those of the forward."""
+        return self.fsdp_group._training_state == TrainingState.PRE_BACKWARD
+
+    def learn(self, direction: str, tables: dict[str, tuple[float, ...]]) -> None:
+        """Use these tables of levels from now on."""
+        self.learned |= {(direction, name): table for name, table in tables.items()}
+        self.layouts.clear()
+
+    def all_gather_layout(self, numel: int, dtype: torch.dtype) -> WireLayout:
         """Layout of one rank's all-gather input: every parameter's padded shard, in order."""
-        segments = self._segments(range(len(self.params)), quantizer)
-        layout = wire_layout(segments, dtype, self.checksum)
-        assert layout.numel == numel, f"FSDP sends {numel} values, its parameters {layout.numel}"
+        key = ("weights", numel, dtype)
+        layout = self.layouts.get(key)
+        if layout is None:
+            segments = self._segments(range(len(self.params)), "weights")
+            layout = self.layouts[key] = wire_layout(segments, dtype, self.checksum)
+            assert layout.numel == numel, f"FSDP sends {numel} values, not {layout.numel}"
         return layout
 
     def reduce_scatter_layout(
-        self, numel: int, quantizer: Quantizer, dtype: torch.dtype
+        self, numel: int, direction: str, dtype: torch.dtype
     ) -> WireLayout | None:
         """Layout of one rank's part of the reduce-scatter input, or None if it is ambiguous.
 
@@ -150,23 +167,30 @@ class Unit:
         trainable is the normal case; otherwise every choice whose sizes add up is considered, and
         choices with the same sequence of segments count as one.
         """
-        trainable = tuple(
-            i for i, param in enumerate(self.params) if param.sharded_param.requires_grad
-        )
-        key = (trainable, numel, quantizer, dtype)
+        trainable = self.trainable
+        key = (trainable, numel, direction, dtype)
         if key not in self.layouts:
-            segments = self._segments(trainable, quantizer)
+            segments = self._segments(trainable, direction)
             found = subsequences_of_size(segments, numel)
             unique = len(found) == 1
             self.layouts[key] = wire_layout(found[0], dtype, self.checksum) if unique else None
         return self.layouts[key]
 
-    def _segments(self, indices: Sequence[int], quantizer: Quantizer) -> tuple[Segment, ...]:
-        sizes = [self.params[i].padded_sharded_param_size.numel() for i in indices]
-        return tuple(
-            quantizer.segment(size) if self.quantized[i] else Segment(size)
-            for i, size in zip(indices, sizes, strict=True)
-        )
+    @property
+    def trainable(self) -> tuple[int, ...]:
+        """Indices of the parameters that can get a gradient."""
+        return tuple(i for i, p in enumerate(self.params) if p.sharded_param.requires_grad)
+
+    def _segments(self, indices: Sequence[int], direction: str) -> tuple[Segment, ...]:
+        segments = []
+        for i in indices:
+            size = self.params[i].padded_sharded_param_size.numel()
+            quantizer = self.quantizers[direction][i]
+            learned = self.learned.get((direction, self.names[i]))
+            segments.append(
+                Segment(size) if quantizer is None else quantizer.segment(size, learned)
+            )
+        return tuple(segments)
 
 
 def find_units(model: nn.Module) -> list[Unit]:

@@ -200,7 +200,7 @@ def test_levels_choose_the_nearest() -> None:
         ({"block_size": 100}, "multiple of 32 from 32 to 65536, got 100"),
         ({"block_size": 0}, "got 0"),
         ({"block_size": 1 << 20}, "got 1048576"),
-        ({"rounding": "up"}, "must be one of nearest, stochastic, shift, got 'up'"),
+        ({"rounding": "up"}, "must be one of nearest, stochastic, shift, dither, got 'up'"),
         ({"levels": (0.0, 1.0)}, 'set rounding="nearest"'),
         ({"bits": 2, "rounding": "nearest", "levels": (0.0, 1.0)}, "4 increasing numbers"),
         ({"bits": 2, "rounding": "nearest", "levels": (0, 0.5, 0.5, 1)}, "increasing"),

@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     {"wire", "kernels", "columns"},
     {"quantizer"},
-    {"stats", "buffers", "config", "agreement", "levels"},
+    {"stats", "buffers", "config", "agreement", "levels", "works"},
     {"collectives"},
     {"two_level", "units", "learning"},
     {"comms"},
