@@ -82,8 +82,12 @@ def encode(
             scale, offset, code = quantize_blocks(
                 blocks.float(), span.segment, key, index, first_row, block_at
             )
-            numbers = (scale, offset)[: span.segment.meta_numbers]
-            meta[:, block_at : block_at + blocks.shape[1]] = torch.stack(numbers, dim=-1)
+            numbers = torch.stack((scale, offset)[: span.segment.meta_numbers], dim=-1)
+            if span.segment.scale_dtype == "bfloat16":
+                # Upper halves: exact, and one NaN; torch's cast knows two, depending on strides.
+                halves = numbers.view(torch.int32) >> 16
+                numbers = halves.to(torch.int16).view(torch.bfloat16)
+            meta[:, block_at : block_at + blocks.shape[1]] = numbers
             codes[:, code_slice] = pack(code, span.segment.bits).flatten(1)
 
 
