@@ -50,17 +50,18 @@ def settle(
     *,
     trials: int,
     steps: int,
+    decay: float = 10.0,
     seed: int = 2,
 ) -> list[Settled]:
     """Run every eta side by side, as groups of rows, and average over ``steps``.
 
-    What is skipped before shrinks the flattest coordinate's loss at the smallest eta by e^10.
+    What is skipped before shrinks the flattest coordinate's loss at the smallest eta by e^decay.
     """
     target = problem()
     rate = torch.tensor(etas, dtype=torch.float64).repeat_interleave(trials)[:, None]
     start = (target.minimiser + START_AWAY).expand(len(etas) * trials, -1)
     iterates = scheme(target, start, rate / target.smoothness, weights=weights, seed=seed)
-    skip = round(5 * target.condition / min(etas))
+    skip = round(decay / 2 * target.condition / min(etas))
     average = time_average(iterates, target.excess, skip=skip, steps=steps)
     return [Settled(eta, rows) for eta, rows in zip(etas, average.split(trials), strict=True)]
 

@@ -6,6 +6,7 @@ Rows are independent trials everywhere: points are (num_rows, dim) float64.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -68,8 +69,7 @@ def quadratic(curvature: torch.Tensor, *, noise: float = 0.0, seed: int = 0) -> 
     minimiser = torch.rand(dim, generator=generator(seed), dtype=torch.float64) * 2 - 1
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        halves: torch.Tensor = 0.5 * curvature * (x - minimiser) ** 2
-        return halves.sum(-1)
+        return (0.5 * curvature * (x - minimiser) ** 2).sum(-1)
 
     def gradient(x: torch.Tensor) -> torch.Tensor:
         return curvature * (x - minimiser)
@@ -78,7 +78,7 @@ def quadratic(curvature: torch.Tensor, *, noise: float = 0.0, seed: int = 0) -> 
         if not noise:
             return gradient(x)
         normal = torch.randn(x.shape, generator=draw, dtype=x.dtype)
-        return gradient(x) + normal * (noise / dim) ** 0.5
+        return gradient(x) + normal * math.sqrt(noise / dim)
 
     beta, alpha = float(curvature.max()), float(curvature.min())
     name = f"kappa {beta / alpha:g}"
@@ -134,7 +134,7 @@ def valley() -> Problem:
 
     ``w`` is orthogonal to (1, 1, 1), so every shift of a lattice along it holds exact minima.
     """
-    w = torch.tensor([2.0, -1.0, -1.0], dtype=torch.float64) / 6**0.5
+    w = torch.tensor([2.0, -1.0, -1.0], dtype=torch.float64) / math.sqrt(6)
 
     def gradient(x: torch.Tensor) -> torch.Tensor:
         return (x @ w)[:, None] * w
