@@ -49,7 +49,7 @@ def shapes(model: nn.Module) -> dict[str, list[int]]:
 
 
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Path:
-    description = checkpoint.Description(step, 1.0, {}, shapes(model), "abc", [{}, {}])
+    description = checkpoint.Description(step, 1.0, {}, shapes(model), "abc", [{}, {}], 2, {}, {})
     return checkpoint.save_checkpoint(folder, model, optimizer, description, keep=9)
 
 

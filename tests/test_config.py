@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from qsdp import QSDPConfig, Quantizer
+from qsdp import IntraNode, LevelSchedule, Override, QSDPConfig, Quantizer
 
 WIDTHS = (*range(2, 9), 32)
 
@@ -51,3 +53,58 @@ def test_patterns_may_be_any_sequence_and_configs_are_hashable() -> None:
     config = QSDPConfig(keep_full_precision=["*.a", "*.b"])  # type: ignore[arg-type]
     assert config.keep_full_precision == ("*.a", "*.b")
     assert hash(config) == hash(QSDPConfig(keep_full_precision=("*.a", "*.b")))
+
+
+def test_json_round_trip() -> None:
+    """Every field, nested ones included; absent fields take their defaults."""
+    config = QSDPConfig(
+        weights=Quantizer(3, 64, "nearest", levels="learned", scale_dtype="bfloat16"),
+        gradients=Quantizer(2, 64, "nearest", levels=(0.0, 0.25, 0.75, 1.0)),
+        keep_full_precision=("*.a",),
+        overrides={"*.b": Override(None, Quantizer(4)), "*.c": "w2g32"},
+        level_schedule=LevelSchedule(3, 7, "gradient"),
+        intra_node=IntraNode(2, Quantizer(8)),
+        verify=True,
+    )
+    assert QSDPConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    assert QSDPConfig.from_json({}) == QSDPConfig()
+    assert QSDPConfig.from_json({"preset": "w4g32"}) == QSDPConfig.preset("w4g32")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"weight": None}, "unknown field 'weight' of QSDPConfig"),
+        ({"weights": {"bit": 4}}, "unknown field 'bit' of weights"),
+        ({"weights": "w4"}, "weights must be a mapping"),
+        ({"weights": {"bits": 9}}, r"Quantizer\(bits=...\) must be"),
+        ({"preset": "w9g9"}, "unknown preset"),
+        ({"weight_mode": "delta"}, "must be one of value, difference, got 'delta'"),
+        ({"error_feedback": 1}, "must be True or False, got 1"),
+        ({"level_schedule": {"every": 0}}, "must be an integer of at least 1, got 0"),
+        ({"level_schedule": {"method": "x"}}, "must be one of kmeans, gradient, got 'x'"),
+        ({"level_schedule": 4}, "must be a qsdp.LevelSchedule"),
+        ({"intra_node": {"ranks": 2}, "error_feedback": True}, "does not go with two-level"),
+        ({"intra_node": {"ranks": 2}, "weight_mode": "difference"}, "does not go with two-level"),
+        (
+            {"all_reduce": {"rounding": "nearest", "levels": "learned"}},
+            'levels="learned" is not for all_reduce',
+        ),
+    ],
+)
+def test_bad_json_is_named(content: dict[str, object], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        QSDPConfig.from_json(content)
+
+
+@pytest.mark.parametrize("overrides", ["w4g4", {"*": 4}, {3: "w4g4"}, 7])
+def test_bad_overrides_are_named(overrides: object) -> None:
+    with pytest.raises(TypeError, match=r"QSDPConfig\(overrides=...\) must be a mapping"):
+        QSDPConfig(overrides=overrides)
+
+
+def test_learned_levels_need_nearest() -> None:
+    with pytest.raises(ValueError, match='set rounding="nearest"'):
+        Quantizer(4, levels="learned")
+    with pytest.raises(ValueError, match='must be "learned" or numbers'):
+        Quantizer(4, rounding="nearest", levels="best")

@@ -88,7 +88,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
     [
         ("config.json", None, "is no run folder of qsdp train: it has no config.json"),
         ("config.json", "{", "config.json is damaged"),
-        ("config.json", "{}", "holds a damaged run: it lacks 'comm'"),
+        ("config.json", "{}", "holds a damaged run: it lacks 'steps'"),
         ("result.json", "[]", "result.json is damaged: it holds no JSON object"),
         ("metrics.jsonl", '{"step": 1}\noops\n{"step": 2}\n', "metrics.jsonl is damaged in line 2"),
     ],

@@ -201,6 +201,9 @@ def save(folder, model, optimizer, step, keep=2):
         parameters=shapes(model),
         tokenizer="abc",
         data_states=[{}],
+        num_ranks=1,
+        comm={},
+        comm_tensors={},
     )
     return checkpoint.save_checkpoint(folder, model, optimizer, description, keep=keep)
 
@@ -361,16 +364,27 @@ def checkpoint_tensors(run, step):
     return [load_file(file) for file in files]
 
 
+LEARNED = {
+    "preset": "w4g4",
+    "weights": {"bits": 4, "rounding": "nearest", "levels": "learned"},
+    "level_schedule": {"first_step": 1, "every": 2},
+    "error_feedback": True,
+}
+
+
 @pytest.mark.ranks
 @pytest.mark.timeout(150)
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path, text_file):
-    """Bit for bit, with quantization, dropout and gradient accumulation: model, optimizer, losses.
+    """Bit for bit, with learned levels, error feedback, dropout and gradient accumulation: model,
+    optimizer, losses.
 
     The exported model is the one that the validation measured.
     """
+    comm = tmp_path / "learned.json"
+    comm.write_text(json.dumps(LEARNED))
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     flags = small_flags(text_file, "--steps", "6", "--checkpoint-every", "3", "--eval-every", "2")
-    status, out, err = finish(start(whole, *flags, "--comm", "w4g4", "--export", "decoded"))
+    status, out, err = finish(start(whole, *flags, "--comm", str(comm), "--export", "decoded"))
     assert status == 0, err
     assert "step 6/6" in out and "validation perplexity" in out
     shutil.copytree(whole, resumed)

@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 import qsdp
 from qsdp.agreement import all_gather_json
+from qsdp.trainer.comm import quantize_communication
 from qsdp.trainer.config import PRESETS, TrainConfig
-from qsdp.trainer.model import build_optimizer, new_model, quantize_communication, shard
+from qsdp.trainer.model import build_optimizer, new_model, shard
 from qsdp.trainer.ranks import Ranks
 from qsdp.trainer.step import Training, take_step
 

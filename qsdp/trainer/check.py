@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import qsdp
 from qsdp.trainer.checkpoint import find_checkpoint, read_description
+from qsdp.trainer.comm import comm_config
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.text import check_files
 
 
 def check(config: TrainConfig, num_ranks: int) -> None:
     """Raises ValueError or FileNotFoundError, in one line that names the flag to change."""
-    qsdp.QSDPConfig.preset(config.comm)
+    comm_config(config)
     config.micro_batches(num_ranks)
     check_files(config)
     if config.model is not None and not (config.model / "config.json").is_file():

@@ -32,6 +32,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from qsdp.agreement import all_gather_json
 from qsdp.trainer.config import LATEST
@@ -55,6 +57,11 @@ class Description(NamedTuple):
     """Hash of the tokenizer's vocabulary."""
     data_states: list[dict[str, Any]]
     """State of each rank's batches."""
+    num_ranks: int
+    comm: dict[str, Any]
+    """What communication remembers, where it is equal on all ranks."""
+    comm_tensors: dict[str, int]
+    """Elements of each of a rank's own tensors of communication."""
 
 
 def save_checkpoint(
@@ -64,27 +71,45 @@ def save_checkpoint(
     description: Description,
     *,
     keep: int,
+    own: dict[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write `folder/step-N` and delete all but the last `keep`; collective.
 
     1. Every rank writes its shards into a folder with a name that no reader takes.
     2. Every rank checksums its part of the files; rank 0 writes checkpoint.json.
     3. Rank 0 renames the folder, then deletes old ones.
+
+    Args:
+        own: this rank's own tensors beside the model's and the optimizer's, the same names and
+            sizes on all ranks.
     """
     final = folder / f"step-{description.step:08d}"
     partial = folder / (final.name + _PARTIAL)
     on_rank_zero(lambda: _fresh_folder(partial))
-    together(lambda: _write_tensors(partial, model, optimizer))
+    tensors = {**_tensors(model, optimizer), **_of_all_ranks(own or {})}
+    together(lambda: _write_tensors(partial, tensors))
     checksums = together(lambda: _checksums(partial))
     on_rank_zero(lambda: _complete(partial, final, description, checksums, keep))
     return final
 
 
-def _write_tensors(partial: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _of_all_ranks(own: dict[str, torch.Tensor]) -> dict[str, DTensor]:
+    """Every rank's tensors as one sharded tensor, which is how they are saved."""
+    if not own:
+        return {}
+    device = next(iter(own.values())).device.type
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    return {
+        "comm." + name: DTensor.from_local(value.flatten(), mesh, [Shard(0)])
+        for name, value in own.items()
+    }
+
+
+def _write_tensors(partial: Path, tensors: dict[str, Any]) -> None:
     """Raises OSError on every rank with what the first rank that failed met."""
     writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
     try:
-        save(_tensors(model, optimizer), storage_writer=writer)
+        save(tensors, storage_writer=writer)
     except CheckpointException as failed:  # derives from BaseException: nothing else catches it
         rank, (error, _) = min(failed.failures.items())
         raise OSError(
@@ -186,6 +211,21 @@ def load_checkpoint(
             optimizer_state[name] = tensors["optimizer." + name]
     set_optimizer_state_dict(model, optimizer, optimizer_state, options=_OPTIONS)
     return description
+
+
+def load_own_tensors(
+    path: Path, sizes: dict[str, int], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """What this rank gave to :func:`save_checkpoint` as ``own``, on as many ranks; collective.
+
+    Args:
+        sizes: elements of each, from the description.
+    """
+    own = {name: torch.empty(size, device=device) for name, size in sizes.items()}
+    tensors = _of_all_ranks(own)
+    if tensors:
+        together(lambda: _read_tensors(path, dict(tensors)))
+    return {name: tensors["comm." + name].to_local() for name in own}
 
 
 def _read_tensors(path: Path, tensors: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import tyro
 
-from qsdp.trainer.config import LATEST, PRESETS, TrainConfig
+from qsdp.trainer.config import LATEST, PRESETS, TrainConfig, embedded_comm
 
 
 def run(argv: list[str]) -> int:
@@ -74,7 +74,8 @@ def parse(argv: list[str]) -> TrainConfig:
     default = PRESETS.get(chosen.preset, PRESETS["tiny"])()
     if chosen.resume and chosen.folder and (chosen.folder / "config.json").is_file():
         default = dataclasses.replace(read_config(chosen.folder), resume=None)
-    return tyro.cli(TrainConfig, prog="qsdp train", args=argv, default=default)
+    config = tyro.cli(TrainConfig, prog="qsdp train", args=argv, default=default)
+    return dataclasses.replace(config, comm=embedded_comm(config.comm))
 
 
 def read_config(run_folder: Path) -> TrainConfig:

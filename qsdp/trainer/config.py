@@ -7,6 +7,7 @@ neither torch nor transformers.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,25 @@ from typing import Any, Literal, get_args
 
 PresetName = Literal["tiny", "gpt2-125m", "gpt2-350m", "gpt2-1.3b"]
 LATEST = "latest"
+
+
+def embedded_comm(comm: str) -> str:
+    """The content of the file that ``comm`` names, with the file's name; a preset as it is.
+
+    A run keeps what the file held when it started.
+
+    Raises:
+        OSError, ValueError: the file cannot be read, or holds no JSON object.
+    """
+    if not comm.endswith(".json"):
+        return comm
+    try:
+        content = json.loads(Path(comm).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--comm: {comm} holds no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--comm: {comm} must hold a JSON object of QSDPConfig's fields")
+    return json.dumps({"name": Path(comm).stem, **content})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +50,8 @@ class TrainConfig:
     """`--resume` alone continues from the run folder's latest checkpoint, `--resume PATH` from that
     one."""
     comm: str = "w8g8"
-    """Bits of weights and gradients on the wire, w{2..8|32}g{2..8|32}; 32 is not quantized."""
+    """Bits of weights and gradients on the wire, w{2..8|32}g{2..8|32}, where 32 is not quantized;
+    or a JSON file with the fields of QSDPConfig."""
     keep_full_precision: tuple[str, ...] = ()
     """Glob patterns of parameter names that are never quantized."""
     intra_node: int | None = None
@@ -165,7 +186,14 @@ class TrainConfig:
 
     @property
     def run_folder(self) -> Path:
-        return self.folder or Path("runs") / f"{self.preset}-{self.comm}"
+        return self.folder or Path("runs") / f"{self.preset}-{self.comm_name}"
+
+    @property
+    def comm_name(self) -> str:
+        """What to call the configuration of communication."""
+        if not self.comm.startswith("{"):
+            return self.comm
+        return str(json.loads(self.comm).get("name", "custom"))
 
     def micro_batches(self, num_ranks: int) -> int:
         """Forwards of one rank in a step. Raises ValueError where the batch does not divide."""

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 import qsdp
 from qsdp.trainer.batches import validation_starts, windows
+from qsdp.trainer.comm import CommState, quantize_communication
 from qsdp.trainer.config import TrainConfig
-from qsdp.trainer.model import fsdp_modules, quantize_communication
+from qsdp.trainer.model import fsdp_modules
 from qsdp.trainer.ranks import Ranks
 from qsdp.trainer.tokenizer import Tokens
 
@@ -61,8 +62,10 @@ def master_validation_loss(
     model: PreTrainedModel, tokens: Tokens, config: TrainConfig, ranks: Ranks, *, limit: int
 ) -> float:
     """The same on the full-precision masters, with qsdp taken off meanwhile."""
+    state = CommState.of(model)
     qsdp.remove_qsdp(model)
     try:
         return validation_loss(model, tokens, config, ranks, limit=limit)
     finally:
         quantize_communication(model, config)
+        state.restore(model)

@@ -48,7 +48,7 @@ def export_model(
         shutil.rmtree(partial, ignore_errors=True)
         _unsharded_model(model, state).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        about = {"weights": weights, "holds": _HOLDS[weights], "comm": config.comm, **result}
+        about = {"weights": weights, "holds": _HOLDS[weights], "comm": config.comm_name, **result}
         write_json(partial / "qsdp.json", about)
         (partial / "README.md").write_text(_model_card(weights, config, result))
         shutil.rmtree(folder, ignore_errors=True)
@@ -91,13 +91,14 @@ def _unsharded_model(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> 
 
 def _model_card(weights: Weights, config: TrainConfig, result: dict[str, Any]) -> str:
     decoded, master = result["valid_perplexity_decoded"], result["valid_perplexity_master"]
+    model = config.preset if config.model is None else config.model.name
     text = config.dataset or ", ".join(p.name for p in config.data) or "38 plays of Shakespeare"
     return f"""---
 library_name: transformers
 tags: [qsdp]
 ---
 
-# {config.preset if config.model is None else config.model.name}, trained with qsdp {config.comm}
+# {model}, trained with qsdp {config.comm_name}
 
 This folder holds **{weights}** weights: {_HOLDS[weights]}.
 

@@ -16,7 +16,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from qsdp.agreement import all_gather_json
 from qsdp.trainer.check import check
-from qsdp.trainer.checkpoint import Description, find_checkpoint, load_checkpoint, save_checkpoint
+from qsdp.trainer.checkpoint import (
+    Description,
+    find_checkpoint,
+    load_checkpoint,
+    load_own_tensors,
+    save_checkpoint,
+)
+from qsdp.trainer.comm import CommState, quantize_communication, quantizes_weights
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.data import Data, prepare_data, vocabulary_digest
 from qsdp.trainer.evaluate import master_validation_loss, validation_loss
@@ -27,8 +34,6 @@ from qsdp.trainer.model import (
     build_model,
     build_optimizer,
     num_parameters,
-    quantize_communication,
-    quantizes_weights,
     shard,
 )
 from qsdp.trainer.ranks import Ranks, SharedError, on_rank_zero, process_group, together
@@ -141,7 +146,7 @@ def _open_metrics(config: TrainConfig, ranks: Ranks, start: Progress) -> Metrics
 def _headline(run: Run, parameters: int, resume: Path | None) -> str:
     source = f", resumed from {resume}" if resume is not None else ""
     return (
-        f"{run.config.run_folder}: {parameters:,} parameters, {run.config.comm}, "
+        f"{run.config.run_folder}: {parameters:,} parameters, {run.config.comm_name}, "
         f"{run.ranks.num_ranks} ranks on {run.ranks.device.type}, {run.config.steps} steps of "
         f"{run.config.batch_size} x {run.config.sequence_length} tokens{source}"
     )
@@ -178,6 +183,11 @@ def _resume(
             )
 
     together(continue_data)
+    if saved.config.get("comm") == config.comm:
+        own = {}
+        if saved.num_ranks == ranks.num_ranks:
+            own = load_own_tensors(path, saved.comm_tensors, ranks.device)
+        together(lambda: CommState(saved.comm, own).restore(model))
     if ranks.rank == 0:
         now = config.to_json()
         for name in sorted(set(now) - _FREE_ON_RESUME):
@@ -230,6 +240,7 @@ def _take_steps(run: Run, progress: Progress, stop: _StopRequest) -> Progress:
 
 
 def _save(run: Run, progress: Progress) -> None:
+    comm = CommState.of(run.model)
     description = Description(
         step=progress.step,
         elapsed_s=progress.elapsed_s,
@@ -237,6 +248,9 @@ def _save(run: Run, progress: Progress) -> None:
         parameters=_shapes(run.model),
         tokenizer=vocabulary_digest(run.data.tokenizer),
         data_states=all_gather_json(run.data.batches.state()),
+        num_ranks=run.ranks.num_ranks,
+        comm=comm.shared,
+        comm_tensors={name: tensor.numel() for name, tensor in comm.own.items()},
     )
     save_checkpoint(
         run.config.run_folder / "checkpoints",
@@ -244,6 +258,7 @@ def _save(run: Run, progress: Progress) -> None:
         run.optimizer,
         description,
         keep=run.config.keep_checkpoints,
+        own=comm.own,
     )
 
 
@@ -271,7 +286,7 @@ def _finish(run: Run, end: Progress, parameters: int) -> None:
     if config.export == "best" and decoded < master:
         weights = "decoded"
     result = {
-        "comm": config.comm,
+        "comm": config.comm_name,
         "preset": config.preset,
         "parameters": parameters,
         "num_ranks": run.ranks.num_ranks,

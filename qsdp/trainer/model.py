@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +19,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-import qsdp
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.ranks import Ranks
 
@@ -106,23 +104,6 @@ def shard(model: PreTrainedModel, config: TrainConfig, ranks: Ranks) -> None:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
-def quantize_communication(model: nn.Module, config: TrainConfig) -> None:
-    """Install qsdp as --comm says, and count what goes over the network either way."""
-    comm = dataclasses.replace(
-        qsdp.QSDPConfig.preset(config.comm),
-        keep_full_precision=config.keep_full_precision,
-        seed=config.seed,
-        intra_node=qsdp.IntraNode(config.intra_node) if config.intra_node else None,
-    )
-    qsdp.apply_qsdp(model, comm)
-    qsdp.observe_comms(model)
-
-
-def quantizes_weights(config: TrainConfig) -> bool:
-    """Whether training sees other weights than the full-precision masters."""
-    return qsdp.QSDPConfig.preset(config.comm).weights is not None
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:

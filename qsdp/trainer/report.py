@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.metrics import METRICS, RESULT, format_bytes, read_metrics, step_medians
 
 
@@ -101,7 +102,7 @@ def read_run(folder: Path, name: str) -> RunReport:
     try:
         return RunReport(
             name=name,
-            comm=config["comm"],
+            comm=TrainConfig.from_json(config).comm_name,
             steps=max((r["step"] for r in records), default=0),
             planned_steps=config["steps"],
             perplexity_decoded=result.get("valid_perplexity_decoded", (validations or [None])[-1]),
