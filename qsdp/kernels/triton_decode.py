@@ -12,7 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qsdp.kernels.triton_encode import FIELDS, TWO23, TWO23_BITS, block_numel
+from qsdp.kernels.triton_encode import FIELDS, TWO23, TWO23_BITS, block_numel, meta_pointer
+from qsdp.kernels.triton_philox import draw_dither, shift_of
+from qsdp.kernels.triton_transform import inverse_hadamard
 
 FLOAT_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 
@@ -35,37 +37,31 @@ def decode_kernel(
     BF16: tl.constexpr,
     VALUE_ALIGNMENT: tl.constexpr,
     CODE_ALIGNMENT: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    TILE: tl.constexpr,
-    LEVELS: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Grid (programs, rows, tiles a block). ``values`` as in encode."""
     row = tl.program_id(1).to(tl.int64)
-    start = tl.program_id(2) * TILE
+    start = tl.program_id(2) * FORMAT.tile
     run = table + tl.program_id(0) * FIELDS
     count = tl.load(run + 1).to(tl.int32)
-    levels += tl.load(run + 6)
     if tl.program_id(0) < num_raw:
         raw = (wire + row * row_bytes).to(tl.pointer_type(RAW)) + tl.load(run + 3)
-        at = start + tl.arange(0, BLOCKS * TILE)
+        at = start + tl.arange(0, FORMAT.blocks * FORMAT.tile)
         exact = _load_raw(raw + at, at < count, RAW)
         _store_values(values + row * numel + tl.load(run) + at, exact, at < count, BF16, True)
     else:
         out = values + tl.multiple_of(row * numel + tl.load(run), VALUE_ALIGNMENT)
         codes = wire + tl.multiple_of(row * row_bytes + tl.load(run + 3), CODE_ALIGNMENT)
-        meta = (wire + row * row_bytes).to(tl.pointer_type(tl.float32)) + tl.load(run + 2)
-        if count == BLOCKS * BLOCK_SIZE:
-            value = _decode_tile(
-                codes, meta, levels, count, start, BITS, BLOCK_SIZE, BLOCKS, TILE, LEVELS, True
-            )
-            _store_tile(out, value, count, start, BF16, BLOCK_SIZE, BLOCKS, TILE, True)
+        meta = meta_pointer(wire + row * row_bytes, tl.load(run + 2), FORMAT)
+        levels += tl.load(run + 6)
+        if count == FORMAT.blocks * FORMAT.block_size:
+            value = _decode_tile(codes, meta, levels, run, count, start, FORMAT, True)
+            value = _untransformed(value, count, start, FORMAT, True)
+            _store_tile(out, value, count, start, BF16, FORMAT, True)
         else:
-            value = _decode_tile(
-                codes, meta, levels, count, start, BITS, BLOCK_SIZE, BLOCKS, TILE, LEVELS, False
-            )
-            _store_tile(out, value, count, start, BF16, BLOCK_SIZE, BLOCKS, TILE, False)
+            value = _decode_tile(codes, meta, levels, run, count, start, FORMAT, False)
+            value = _untransformed(value, count, start, FORMAT, False)
+            _store_tile(out, value, count, start, BF16, FORMAT, False)
 
 
 @triton.jit(do_not_specialize=_SCALARS)
@@ -84,19 +80,14 @@ def decode_sum_kernel(
     BF16: tl.constexpr,
     VALUE_ALIGNMENT: tl.constexpr,
     CODE_ALIGNMENT: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    TILE: tl.constexpr,
-    LEVELS: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Grid (programs, 1, tiles a block): every program sums its run over all rows, in order."""
-    start = tl.program_id(2) * TILE
+    start = tl.program_id(2) * FORMAT.tile
     run = table + tl.program_id(0) * FIELDS
     count = tl.load(run + 1).to(tl.int32)
-    levels += tl.load(run + 6)
     if tl.program_id(0) < num_raw:
-        at = start + tl.arange(0, BLOCKS * TILE)
+        at = start + tl.arange(0, FORMAT.blocks * FORMAT.tile)
         raw_at = tl.load(run + 3) + at
         exact = _load_raw(wire.to(tl.pointer_type(RAW)) + raw_at, at < count, RAW)
         for _ in range(1, num_rows):
@@ -106,22 +97,20 @@ def decode_sum_kernel(
         _store_values(out + tl.load(run) + at, exact, at < count, BF16, True)
     else:
         out += tl.multiple_of(tl.load(run), VALUE_ALIGNMENT)
-        meta_at = tl.load(run + 2)
-        code_at = tl.multiple_of(tl.load(run + 3), CODE_ALIGNMENT)
-        if count == BLOCKS * BLOCK_SIZE:
+        if count == FORMAT.blocks * FORMAT.block_size:
             total = _decode_rows(
-                wire, levels, count, start, meta_at, code_at, num_rows, row_bytes,
-                CODE_ALIGNMENT, BITS, BLOCK_SIZE, BLOCKS, TILE, LEVELS, True,
-            )  # fmt: skip
+                wire, levels, run, count, start, num_rows, row_bytes, CODE_ALIGNMENT, FORMAT, True
+            )
+            total = _untransformed(total, count, start, FORMAT, True)
             total = _average(total, multiply, divide, DIVIDE)
-            _store_tile(out, total, count, start, BF16, BLOCK_SIZE, BLOCKS, TILE, True)
+            _store_tile(out, total, count, start, BF16, FORMAT, True)
         else:
             total = _decode_rows(
-                wire, levels, count, start, meta_at, code_at, num_rows, row_bytes,
-                CODE_ALIGNMENT, BITS, BLOCK_SIZE, BLOCKS, TILE, LEVELS, False,
-            )  # fmt: skip
+                wire, levels, run, count, start, num_rows, row_bytes, CODE_ALIGNMENT, FORMAT, False
+            )
+            total = _untransformed(total, count, start, FORMAT, False)
             total = _average(total, multiply, divide, DIVIDE)
-            _store_tile(out, total, count, start, BF16, BLOCK_SIZE, BLOCKS, TILE, False)
+            _store_tile(out, total, count, start, BF16, FORMAT, False)
 
 
 @triton.jit
@@ -135,45 +124,39 @@ def _average(total, multiply, divide, DIVIDE: tl.constexpr):
 
 @triton.jit
 def _decode_rows(
-    wire, levels, count, start, meta_at, code_at, num_rows, row_bytes,
-    CODE_ALIGNMENT: tl.constexpr, BITS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr, FULL: tl.constexpr,
+    wire, levels, run, count, start, num_rows, row_bytes,
+    CODE_ALIGNMENT: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Sum of one tile over all rows. It starts from row 0, not from zero: the sign of -0 counts."""
-    meta = wire.to(tl.pointer_type(tl.float32)) + meta_at
-    total = _decode_tile(
-        wire + code_at, meta, levels, count, start, BITS, BLOCK_SIZE, BLOCKS, TILE, LEVELS, FULL
-    )
+    meta = meta_pointer(wire, tl.load(run + 2), FORMAT)
+    code_at = tl.multiple_of(tl.load(run + 3), CODE_ALIGNMENT)
+    levels += tl.load(run + 6)
+    total = _decode_tile(wire + code_at, meta, levels, run, count, start, FORMAT, FULL)
     for _ in range(1, num_rows):
         code_at += row_bytes
         codes = wire + tl.multiple_of(code_at, CODE_ALIGNMENT)
-        meta += row_bytes // 4
-        total += _decode_tile(
-            codes, meta, levels, count, start, BITS, BLOCK_SIZE, BLOCKS, TILE, LEVELS, FULL
-        )
+        meta += row_bytes // FORMAT.meta_bytes
+        total += _decode_tile(codes, meta, levels, run, count, start, FORMAT, FULL)
     return total
 
 
 @triton.jit
-def _decode_tile(
-    codes, meta, levels, count, start, BITS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    """(BLOCKS, TILE) float32; masked lanes mean nothing."""
-    MASKED: tl.constexpr = (not FULL) or BLOCK_SIZE % TILE != 0
-    numel = block_numel(count, BLOCK_SIZE, BLOCKS, FULL)
-    place = tl.arange(0, BLOCKS)
-    if FULL:
-        scale = tl.load(meta + 2 * place)
-        offset = tl.load(meta + 2 * place + 1)
-    else:
-        scale = tl.load(meta + 2 * place, mask=numel > 0, other=0.0)
-        offset = tl.load(meta + 2 * place + 1, mask=numel > 0, other=0.0)
-    code = _load_codes(codes, numel, start, BITS, BLOCK_SIZE, BLOCKS, TILE, MASKED)
-    if LEVELS:
+def _decode_tile(codes, meta, levels, run, count, start, FORMAT: tl.constexpr, FULL: tl.constexpr):
+    """(blocks, tile) float32, transformed values if there is a transform; masked lanes mean
+    nothing.
+    """
+    MASKED: tl.constexpr = (not FULL) or FORMAT.block_size % FORMAT.tile != 0
+    numel = block_numel(count, FORMAT, FULL)
+    scale, offset = _load_meta(meta, numel, FORMAT, FULL)
+    code = _load_codes(codes, numel, start, FORMAT, MASKED)
+    if FORMAT.levels:
         grid = tl.load(levels + code)
     else:  # a small integer as the low bits of 2^23 + code
         grid = (code | TWO23_BITS).to(tl.float32, bitcast=True) - TWO23
+    if FORMAT.rounding == "dither":
+        blocks = (tl.load(run + 4) + tl.arange(0, FORMAT.blocks)).to(tl.uint32)
+        segment = tl.load(run + 5).to(tl.uint32)
+        grid += shift_of(draw_dither(scale, offset, start, blocks, segment, FORMAT))
     value = tl.abs(scale)[:, None] * grid + offset[:, None]
     unscaled = tl.minimum(value * 4.0, FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
     unscaled = tl.maximum(unscaled, -FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
@@ -181,35 +164,62 @@ def _decode_tile(
 
 
 @triton.jit
-def _load_codes(
-    codes, numel, start, BITS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS: tl.constexpr,
-    TILE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """(BLOCKS, TILE) int32 from bit planes: see :func:`qsdp.wire.planes`."""
-    block = codes + (tl.arange(0, BLOCKS) * (BLOCK_SIZE * BITS // 8))[:, None]
+def _load_meta(meta, numel, FORMAT: tl.constexpr, FULL: tl.constexpr):
+    """Scale and offset of every block, (blocks,) float32; the scale keeps its mark."""
+    NUMBERS: tl.constexpr = 1 if FORMAT.symmetric else 2
+    at = meta + NUMBERS * tl.arange(0, FORMAT.blocks)
+    scale = _load_number(at, numel, FORMAT, FULL)
+    if FORMAT.symmetric:
+        offset = tl.abs(scale) * (-0.5 * FORMAT.steps)
+    else:
+        offset = _load_number(at + 1, numel, FORMAT, FULL)
+    return scale, offset
+
+
+@triton.jit
+def _load_number(pointers, numel, FORMAT: tl.constexpr, FULL: tl.constexpr):
+    number = tl.load(pointers) if FULL else tl.load(pointers, mask=numel > 0, other=0)
+    if FORMAT.meta_bytes == 2:
+        return (number.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return number
+
+
+@triton.jit
+def _untransformed(value, count, start, FORMAT: tl.constexpr, FULL: tl.constexpr):
+    """A tile of decoded values, or of their sum, as it was before the transform."""
+    if FORMAT.transform:
+        MASKED: tl.constexpr = (not FULL) or FORMAT.block_size % FORMAT.tile != 0
+        return inverse_hadamard(value, block_numel(count, FORMAT, FULL), start, MASKED)
+    else:
+        return value
+
+
+@triton.jit
+def _load_codes(codes, numel, start, FORMAT: tl.constexpr, MASKED: tl.constexpr):
+    """(blocks, tile) int32 from bit planes: see :func:`qsdp.wire.planes`."""
+    BITS: tl.constexpr = FORMAT.bits
+    BLOCKS: tl.constexpr = FORMAT.blocks
+    TILE: tl.constexpr = FORMAT.tile
+    block = codes + (tl.arange(0, BLOCKS) * (FORMAT.block_size * BITS // 8))[:, None]
     if BITS == 8:
-        return _load_plane(block, numel, start, 8, BLOCKS, TILE, MASKED)
+        return _load_plane(block, numel, start, 8, TILE, MASKED)
     else:
         code = tl.zeros((BLOCKS, TILE), tl.int32)
         if BITS & 4:
-            code |= _load_plane(block, numel, start, 4, BLOCKS, TILE, MASKED)
+            code |= _load_plane(block, numel, start, 4, TILE, MASKED)
             block += ((numel + 1) >> 1)[:, None]
         if BITS & 2:
-            plane = _load_plane(block, numel, start, 2, BLOCKS, TILE, MASKED)
-            code |= plane << (BITS & 4)
+            code |= _load_plane(block, numel, start, 2, TILE, MASKED) << (BITS & 4)
             block += ((numel + 3) >> 2)[:, None]
         if BITS & 1:
-            plane = _load_plane(block, numel, start, 1, BLOCKS, TILE, MASKED)
-            code |= plane << (BITS & 6)
+            code |= _load_plane(block, numel, start, 1, TILE, MASKED) << (BITS & 6)
         return code
 
 
 @triton.jit
-def _load_plane(
-    block, numel, start, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """(BLOCKS, TILE) int32: WIDTH bits of every code."""
+def _load_plane(block, numel, start, WIDTH: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """(blocks, tile) int32: WIDTH bits of every code."""
     PER: tl.constexpr = 8 // WIDTH
     byte = start // PER + tl.arange(0, TILE // PER)
     if MASKED:
@@ -222,7 +232,7 @@ def _load_plane(
     else:
         shift = (tl.arange(0, PER) * WIDTH)[None, None, :]
         lanes = (packed.to(tl.int32)[:, :, None] >> shift) & ((1 << WIDTH) - 1)
-        return tl.reshape(lanes, (BLOCKS, TILE))
+        return tl.reshape(lanes, (block.shape[0], TILE))
 
 
 @triton.jit
@@ -237,13 +247,12 @@ def _load_raw(pointers, mask, RAW: tl.constexpr):
 
 @triton.jit
 def _store_tile(
-    out, value, count, start, BF16: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    MASKED: tl.constexpr = (not FULL) or BLOCK_SIZE % TILE != 0
-    numel = block_numel(count, BLOCK_SIZE, BLOCKS, FULL)
-    column = start + tl.arange(0, TILE)
-    at = tl.arange(0, BLOCKS)[:, None] * BLOCK_SIZE + column[None, :]
+    out, value, count, start, BF16: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr
+):
+    MASKED: tl.constexpr = (not FULL) or FORMAT.block_size % FORMAT.tile != 0
+    numel = block_numel(count, FORMAT, FULL)
+    column = start + tl.arange(0, FORMAT.tile)
+    at = tl.arange(0, FORMAT.blocks)[:, None] * FORMAT.block_size + column[None, :]
     _store_values(out + at, value, column[None, :] < numel[:, None], BF16, MASKED)
 
 

@@ -1,17 +1,18 @@
 """The CUDA and ROCm backend: Triton kernels, bit-identical to the reference.
 
-One launch covers all rows and all segments of one *format* (bits, block size, rounding, with or
-without levels); full-precision segments and the padding ride in the first. A table of *runs* says
-what each program does: a run is some whole blocks of one segment, or a piece of a full-precision
-segment. A block has a warp for every 1024 values, so common blocks need no barrier, and up to
-``MAX_TILE`` values it stays in registers and is read once. Imported at the first CUDA tensor.
+One launch covers all rows and all segments of one *format* (all fields of a segment but its length
+and the level table); full-precision segments and the padding ride in the first. A table of *runs*
+says what each program does: a run is some whole blocks of one segment, or a piece of a
+full-precision segment. A block has a warp for every 1024 values, so common blocks need no barrier,
+and up to ``MAX_TILE`` values it stays in registers and is read once. Imported at the first CUDA
+tensor.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -20,9 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
-from qsdp.kernels.reference import level_thresholds
+from qsdp.kernels.reference import grid_steps, level_thresholds
 from qsdp.kernels.triton_decode import decode_kernel, decode_sum_kernel
-from qsdp.kernels.triton_encode import SHIFT, STOCHASTIC, encode_kernel
+from qsdp.kernels.triton_encode import encode_kernel
 from qsdp.wire import Segment, Span, WireLayout, code_bytes
 
 NAME = "triton"
@@ -30,39 +31,32 @@ NAME = "triton"
 WARP_VALUES = 1024  # 32 a thread
 MAX_TILE = 4096  # larger blocks are read twice
 MAX_ALIGNMENT = 16
-ROUNDINGS = {"nearest": 0, "stochastic": STOCHASTIC.value, "shift": SHIFT.value}
+KNOWN = {
+    "rounding": ("nearest", "stochastic", "shift", "dither"),
+    "scaling": ("minmax", "symmetric"),
+    "scale_dtype": ("float32", "bfloat16"),
+    "transform": (None, "hadamard"),
+}
 
 
 @dataclass(frozen=True)
 class Format:
-    """What a kernel is specialised for."""
+    """What a kernel is specialised for, a compile-time argument of its own.
+
+    Fields only, no properties: Triton keeps compiled kernels on disk by the values of the fields
+    and the source of the device code, and would not notice that a property had changed.
+    """
 
     bits: int
     block_size: int
-    rounding: int
+    tile: int  # lanes for one block, or for a piece of it
+    blocks: int  # whole blocks of a program
+    steps: int  # from a block's lowest point to its highest
+    rounding: str
     levels: bool
-
-    @property
-    def tile(self) -> int:
-        """Lanes for one block, or for a piece of it."""
-        return min(int(triton.next_power_of_2(self.block_size)), MAX_TILE)
-
-    @property
-    def run(self) -> int:
-        """Lanes of a program."""
-        return max(self.tile, WARP_VALUES)
-
-    def options(self) -> dict[str, Any]:
-        """Compile-time arguments that all kernels share."""
-        return {
-            "BITS": self.bits,
-            "BLOCK_SIZE": self.block_size,
-            "BLOCKS": self.run // self.tile,
-            "TILE": self.tile,
-            "LEVELS": self.levels,
-            "num_warps": self.run // WARP_VALUES,
-            "enable_fp_fusion": False,
-        }
+    symmetric: bool
+    meta_bytes: int  # of a scale or an offset
+    transform: bool
 
 
 @dataclass(frozen=True)
@@ -70,6 +64,7 @@ class Launch:
     """One format's programs: the first ``num_raw`` runs of ``table`` are full precision."""
 
     format: Format
+    decode_format: Format  # without the rounding, where decoding does not depend on it
     table: torch.Tensor  # (num_programs, COLUMNS) int64
     num_raw: int
     thresholds: torch.Tensor  # int32, of all level tables of the format, one after another
@@ -91,10 +86,9 @@ def encode(
                 *(launch.num_raw, layout.numel, layout.row_bytes),
                 layout.payload_bytes if index == 0 else layout.row_bytes,
                 *(*key_halves, first_row),
-                ROUNDING=launch.format.rounding,
                 BF16=values.dtype == torch.bfloat16,
                 **_alignments(launch, layout, value_rows=len(values), wire_rows=len(values)),
-                **launch.format.options(),
+                **_options(launch.format),
             )
 
 
@@ -108,7 +102,7 @@ def decode(wire: torch.Tensor, layout: WireLayout, values: torch.Tensor) -> None
                 *(launch.num_raw, layout.numel, layout.row_bytes),
                 **_dtypes(layout, values),
                 **_alignments(launch, layout, value_rows=len(values), wire_rows=len(values)),
-                **launch.format.options(),
+                **_options(launch.decode_format),
             )
 
 
@@ -132,8 +126,14 @@ def decode_sum(
                 DIVIDE=not power_of_two,
                 **_dtypes(layout, out),
                 **_alignments(launch, layout, value_rows=1, wire_rows=len(wire)),
-                **launch.format.options(),
+                **_options(launch.decode_format),
             )
+
+
+def _options(format_: Format) -> dict[str, Any]:
+    """Compile-time arguments that all kernels share."""
+    num_warps = format_.blocks * format_.tile // WARP_VALUES
+    return {"FORMAT": format_, "num_warps": num_warps, "enable_fp_fusion": False}
 
 
 def _decode_grid(launch: Launch, num_rows: int) -> tuple[int, int, int]:
@@ -178,11 +178,13 @@ def launches(layout: WireLayout, device: torch.device) -> tuple[Launch, ...]:
         elif span.segment.numel:
             formats.setdefault(_format(span.segment), []).append((index, span))
     if raw and not formats:
-        formats[Format(8, 1024, 0, False)] = []
+        formats[_format(Segment(0, bits=8))] = []
     parts = []
     for format_, spans in formats.items():
         pieces = [
-            run for span in raw for run in _raw_runs(span, layout.dtype.itemsize, format_.run)
+            run
+            for span in raw
+            for run in _raw_runs(span, layout.dtype.itemsize, format_.blocks * format_.tile)
         ]
         parts.append(_launch(format_, spans, pieces, device))
         raw = []
@@ -191,9 +193,25 @@ def launches(layout: WireLayout, device: torch.device) -> tuple[Launch, ...]:
 
 def _format(segment: Segment) -> Format:
     assert segment.bits is not None
-    levels = segment.levels is not None
-    rounding = 0 if levels else ROUNDINGS[segment.rounding]  # levels know only the nearest
-    return Format(segment.bits, segment.block_size, rounding, levels)
+    for name, known in KNOWN.items():
+        if getattr(segment, name) not in known:
+            raise NotImplementedError(
+                f"the Triton kernels know {name} {', '.join(map(str, known))}, "
+                f"not {getattr(segment, name)!r}: extend qsdp/kernels/triton_encode.py and _decode"
+            )
+    tile = min(int(triton.next_power_of_2(segment.block_size)), MAX_TILE)
+    return Format(
+        bits=segment.bits,
+        block_size=segment.block_size,
+        tile=tile,
+        blocks=max(WARP_VALUES // tile, 1),
+        steps=grid_steps(segment),
+        rounding=segment.rounding if segment.levels is None else "nearest",
+        levels=segment.levels is not None,
+        symmetric=segment.scaling == "symmetric",
+        meta_bytes=segment.meta_dtype.itemsize,
+        transform=segment.transform is not None,
+    )
 
 
 def _launch(
@@ -204,10 +222,12 @@ def _launch(
     for index, span in spans:
         levels = span.segment.levels
         levels_at = tables.setdefault(levels, len(tables) << format_.bits) if levels else 0
-        runs += list(_block_runs(span, index, levels_at, format_.run // format_.tile))
+        runs += list(_block_runs(span, index, levels_at, format_.blocks))
     thresholds = [[*level_thresholds(table).tolist(), 0] for table in tables]
+    dither = format_.rounding == "dither"
     return Launch(
         format_,
+        format_ if dither else replace(format_, rounding="nearest"),
         torch.tensor(raw + runs, dtype=torch.int64).to(device),
         len(raw),
         torch.tensor(thresholds, dtype=torch.int32).to(device),
@@ -227,19 +247,24 @@ def _raw_runs(span: Span, itemsize: int, run: int) -> list[list[int]]:
 
 
 def _block_runs(span: Span, segment_index: int, levels_at: int, blocks: int) -> Iterator[list[int]]:
-    """Runs of a quantized segment; the meta offset counts in float32."""
+    """Runs of a quantized segment; the meta offset counts in numbers.
+
+    The last column is how many numbers of padding follow the segment's last scale.
+    """
     segment = span.segment
     assert segment.bits is not None
     bytes_a_block = code_bytes(segment.block_size, segment.bits)
+    number = segment.meta_dtype.itemsize
+    padding = segment.meta_bytes // number - span.num_blocks * segment.meta_numbers
     for block in range(0, span.num_blocks, blocks):
         at = block * segment.block_size
         yield [
             span.value_offset + at,
             min(segment.numel - at, blocks * segment.block_size),
-            (span.meta_offset + block * 8) // 4,
+            span.meta_offset // number + block * segment.meta_numbers,
             span.data_offset + block * bytes_a_block,
             block,
             segment_index,
             levels_at,
-            0,
+            padding if block + blocks >= span.num_blocks else 0,
         ]
