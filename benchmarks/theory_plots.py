@@ -61,7 +61,7 @@ def theorem() -> Figure:
         label = "best coarse point + epsilon"
         axes.text(2 * steps, case.bound * 1.15, label, fontsize=8, ha="right")
         axes.axvline(steps, color=GREY, linewidth=0.9, linestyle=":")
-        axes.text(steps * 0.92, axes.get_ylim()[0] * 1.2, "T", ha="right", color=GREY)
+        axes.text(steps * 0.92, top * 0.5, "T", ha="right", color=GREY)
     panels[1].legend(frameon=False, loc="lower left")
     return figure
 
@@ -143,8 +143,8 @@ def contrast() -> Figure:
 
     for rounding, colour in COLOURS.items():
         measured(descent.overwritten, rounding, colour, "o")
-    measured(descent.with_masters, "shift", ORANGE, "s")
-    measured(descent.with_masters, "nearest", PINK, "v")
+    measured(descent.sent_by_masters, "shift", ORANGE, "s")
+    measured(descent.sent_by_masters, "nearest", PINK, "v")
     lines = {
         BLUE: [formulas.shift_floor(floors.CURVATURE, rate, floors.STEP) for rate in rates],
         GREEN: [formulas.stochastic_floor(floors.CURVATURE, target.minimiser, floors.STEP)]
@@ -217,7 +217,7 @@ def difference() -> Figure:
     weights = descent.by_largest
     schemes = (
         ("overwritten", RED, descent.overwritten(bowl, start, rate, weights=weights)),
-        ("masters", ORANGE, descent.with_masters(bowl, start, rate, weights=weights)),
+        ("masters", ORANGE, descent.sent_by_masters(bowl, start, rate, weights=weights)),
         ("differences", BLUE,
          descent.models(descent.with_differences(bowl, start, rate, weights=weights))),
     )  # fmt: skip

@@ -23,6 +23,7 @@ PARTS: tuple[Callable[[], Part], ...] = (
     floors.stationary,
     floors.contrast,
     floors.data_dependent,
+    guarantee.masters,
     differences.theorem,
     differences.counterexample,
 )

@@ -33,7 +33,7 @@ Rate = float | torch.Tensor
 """A step size, or one a row as (num_rows, 1)."""
 
 Scheme = Callable[..., Iterator[torch.Tensor]]
-"""One of the iterations below, with their common signature."""
+"""``overwritten`` or ``sent_by_masters``: an iteration with its points."""
 
 _WEIGHTS, _GRADIENTS = 1, 2
 
@@ -108,12 +108,12 @@ def with_masters(
     weights: Rounder,
     gradients: Rounder = exact,
     seed: int = 0,
-) -> Iterator[torch.Tensor]:
-    """The models of ``model = weights(master); master -= rate * gradients(sample(model))``."""
+) -> Iterator[Pair]:
+    """Pairs of ``model = weights(master)``, with ``master -= rate * gradients(sample(model))``."""
     draw, master, step = generator(seed), start, 0
     while True:
         model = weights(master, derive_key(seed, step, _WEIGHTS))
-        yield model
+        yield Pair(master, model)
         slope = gradients(problem.sample(model, draw), derive_key(seed, step, _GRADIENTS))
         master = master - rate * slope
         step += 1
@@ -145,6 +145,21 @@ def with_differences(
 def models(pairs: Iterator[Pair]) -> Iterator[torch.Tensor]:
     """The models of each pair."""
     return (pair.model for pair in pairs)
+
+
+def sent_by_masters(
+    problem: Problem,
+    start: torch.Tensor,
+    rate: Rate,
+    *,
+    weights: Rounder,
+    gradients: Rounder = exact,
+    seed: int = 0,
+) -> Iterator[torch.Tensor]:
+    """The models of :func:`with_masters`."""
+    return models(
+        with_masters(problem, start, rate, weights=weights, gradients=gradients, seed=seed)
+    )
 
 
 def last(iterates: Iterator[torch.Tensor], steps: int) -> torch.Tensor:

@@ -17,9 +17,9 @@ from qsdp.theory.descent import (
     last,
     models,
     overwritten,
+    sent_by_masters,
     time_average,
     with_differences,
-    with_masters,
 )
 from qsdp.theory.formulas import (
     Compression,
@@ -122,7 +122,7 @@ def counterexample(*, trials: int = 64, steps: int = 2000) -> Part:
     overwrite = overwritten(problem, start, rate, weights=by_largest)
     stuck = last(overwritten(problem, start, rate, weights=by_largest), steps)
     differences = models(with_differences(problem, start, rate, weights=by_largest))
-    masters = with_masters(problem, start, rate, weights=by_largest)
+    masters = sent_by_masters(problem, start, rate, weights=by_largest)
     moved = Estimate(float((stuck - start).abs().max()))
     claims = [
         Claim("overwritten: moved at all", text, moved, "<=", 0.0),

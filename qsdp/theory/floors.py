@@ -19,8 +19,8 @@ from qsdp.theory.descent import (
     in_blocks,
     on_lattice,
     overwritten,
+    sent_by_masters,
     time_average,
-    with_masters,
 )
 from qsdp.theory.formulas import masters_floor, shift_floor, stochastic_floor
 from qsdp.theory.problems import Problem, curvatures, quadratic
@@ -101,7 +101,7 @@ def contrast(*, trials: int = 400, steps: int = 400) -> Part:
     for run in runs(overwritten, "stochastic"):
         floor = stochastic_floor(CURVATURE, target.minimiser, STEP)
         claims.append(level("stochastic: no eta in it", run, floor))
-    for run in runs(with_masters, "shift"):
+    for run in runs(sent_by_masters, "shift"):
         floor = masters_floor(CURVATURE, run.eta / target.smoothness, STEP)
         claims.append(level("masters, shift: falls", run, floor))
     for eta in etas[1:]:
@@ -116,7 +116,7 @@ def data_dependent(*, trials: int = 128, steps: int = 500) -> Part:
     etas = (0.2, 0.04)
     overwrite, masters = (
         [estimate(run.levels) for run in settle(scheme, rounder, etas, trials=trials, steps=steps)]
-        for scheme in (overwritten, with_masters)
+        for scheme in (overwritten, sent_by_masters)
     )
     claims = [
         Claim("above masters", f"eta {eta:g}", lost, ">", kept.mean + kept.error)

@@ -106,6 +106,20 @@ def block_contraction(quantizer: Quantizer, dim: int) -> float:
     return min(dim, quantizer.block_size) * each**2
 
 
+def masters_bound(
+    problem: Problem, *, start_excess: float, rate: float, steps: int, square_error: float
+) -> float:
+    """Bound on the mean excess of the masters 0 to ``steps - 1``, for any rounding of weights.
+
+    Args:
+        rate: at most 1 / beta.
+        square_error: mean of ``E|model - master|^2`` over the same steps.
+    """
+    start = start_excess / (rate * problem.pl * steps)
+    rounding = problem.condition * problem.smoothness / 2 * square_error
+    return start + rounding + problem.smoothness * rate * problem.noise / (2 * problem.pl)
+
+
 class Compression(NamedTuple):
     """What the theorem on differences knows of a run.
 

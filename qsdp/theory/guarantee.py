@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 
-from qsdp.quantizer import Rounding
+from qsdp.quantizer import Quantizer, Rounding
 from qsdp.theory.claims import Claim, Part, estimate
-from qsdp.theory.descent import exact, last, on_lattice, overwritten
+from qsdp.theory.descent import exact, in_blocks, last, on_lattice, overwritten, with_masters
 from qsdp.theory.formulas import (
     Setting,
     best_point_excess,
     best_point_excess_at_least,
     coin_flip_noise,
+    masters_bound,
     theorem_setting,
 )
 from qsdp.theory.problems import (
@@ -145,14 +147,27 @@ def corollary(*, trials: int = 200) -> Part:
     return Part("Its corollary: gradients quantized as well", text, claims, skipped)
 
 
+def masters(*, trials: int = 50, steps: int = 400) -> Part:
+    """What training does: full-precision masters, blocks of 3 bits, the largest step size."""
+    cases = [quadratic_case(10.0)]
+    skipped = add_logistic(cases)
+    cases.append(_valley_case())
+    claims = [
+        _masters_claim(case, rounding, trials=trials, steps=steps)
+        for case in cases
+        for rounding in ROUNDINGS
+    ]
+    text = "mean of E f(master) - min f over steps; reference: the bound, from the errors measured"
+    return Part("What training does: masters, and 3-bit min-max blocks", text, claims, skipped)
+
+
 def degenerate(*, trials: int = 1000) -> Part:
     """A PL function whose minimisers form a plane: the statement fails, and how.
 
     With the shift along (1, 1, 1) every coarse lattice holds minima: the benchmark is zero, and
     delta does not depend on epsilon.
     """
-    start = torch.tensor([3.0, -1.3, 0.57], dtype=torch.float64)
-    case = Case(valley(), 0.0, 1e-5, COARSE_STEP, start)
+    case = _valley_case()
     setting = case.setting()
     level = setting.step**2 / 24
     text = f"delta {setting.step:.3g}, T {setting.steps}"
@@ -182,3 +197,28 @@ def _theorem_claim(
     text = f"{text}, delta_g {gradient_step:.2g}" if gradient_step else f"{rounding}, {text}"
     measured = estimate(run(case, rounding, trials=trials, gradient_step=gradient_step))
     return Claim(case.problem.name, text, measured, "<=", case.bound)
+
+
+def _valley_case() -> Case:
+    start = torch.tensor([3.0, -1.3, 0.57], dtype=torch.float64)
+    return Case(valley(), 0.0, 1e-5, COARSE_STEP, start)
+
+
+def _masters_claim(case: Case, rounding: Rounding, *, trials: int, steps: int) -> Claim:
+    problem = case.problem
+    start = case.start.expand(trials, -1)
+    rate = 1 / problem.smoothness
+    weights = in_blocks(Quantizer(3, 32, rounding))
+    excess, error = torch.zeros(trials).double(), torch.zeros(trials).double()
+    for master, model in islice(with_masters(problem, start, rate, weights=weights), steps):
+        excess += problem.excess(master) / steps
+        error += ((model - master) ** 2).sum(-1) / steps
+    square = estimate(error)
+    bound = masters_bound(
+        problem,
+        start_excess=float(problem.excess(start)[0]),
+        rate=rate,
+        steps=steps,
+        square_error=square.mean - square.error,
+    )
+    return Claim(problem.name, f"{rounding}, eta 1, {steps} steps", estimate(excess), "<=", bound)

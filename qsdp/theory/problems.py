@@ -140,7 +140,7 @@ def valley() -> Problem:
         return (x @ w)[:, None] * w
 
     return Problem(
-        name="valley (degenerate PL)",
+        name="valley",
         smoothness=1.0,
         pl=1.0,
         noise=0.0,
