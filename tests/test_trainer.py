@@ -423,8 +423,9 @@ def check_export(run, result):
             masters.setdefault(name, []).append(shard)
     weight = model.transformer.h[0].mlp.c_fc.weight
     master = torch.cat(masters["model.transformer.h.0.mlp.c_fc.weight"])
-    # At 4 bits a block of weights has 16 values, which the masters do not.
-    assert 0 < (weight - master).abs().max() < (master.max() - master.min()) / 15
+    # At 4 bits a block of weights has 16 values, which the masters do not. Learned levels are wide
+    # at the ends.
+    assert 0 < (weight - master).abs().max() < (master.max() - master.min()) / 6
     assert len(weight.flatten()[:1024].unique()) <= 16
     assert exported_loss(model, tokenizer, run) == pytest.approx(
         result["valid_loss_decoded"], rel=1e-6
