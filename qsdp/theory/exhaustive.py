@@ -162,7 +162,10 @@ def second_moments() -> Part:
     """The gradient quantizers' bounds, as the worst ratio of an exact moment to its bound."""
     vectors = gradient_like(32)
     claims = [*_coin_flip_claims(vectors), *_qsgd_claims(vectors), *_library_claims(vectors)]
-    text = "the largest ratio of an exact second moment to its bound; reference: 1"
+    text = (
+        "the largest ratio of an exact second moment to its bound; reference: 1\n"
+        "QSGD's bound: min(n/s^2, sqrt(n)/s) |v|^2, with s steps from zero to the norm"
+    )
     return Part("Second moments of gradient quantizers, over all random bits", text, claims)
 
 
@@ -233,7 +236,7 @@ def _qsgd_claims(vectors: dict[str, torch.Tensor]) -> list[Claim]:
                 square = max(square, error / (allowed + step * _one_norm_slack(vector, step)))
                 allowed = qsgd_nonzeros(len(vector), levels) + len(vector) * POSITION_ERROR
                 nonzero = max(nonzero, count / allowed)
-        text = "E|Q(v) - v|^2 / min(n/s^2, sqrt(n)/s)|v|^2"
+        text = "E|Q(v) - v|^2 / QSGD's bound"
         claims.append(Claim(f"QSGD, {name}", text, Estimate(square), "<=", 1.0))
         if name == "2-norm":
             text = "E|Q(v)|_0 / (s (s + sqrt n))"
