@@ -28,7 +28,7 @@ from qsdp.wire import Segment, WireLayout, wire_layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 2, 31, 32, 33, 127, 128, 129, 255, 1000, 1023, 1024, 1025, 3000, 9000)
-BLOCK_SIZES = (32, 64, 96, 128, 160, 256, 1024, 2048, 4096)
+BLOCK_SIZES = (32, 64, 96, 128, 160, 256, 1024, 2048, 4096, 8192)
 GUARD, GUARD_BYTES = 0xA5, 64
 
 # What a stretch of values is made of. float32 bit patterns have 23 bits of mantissa.
@@ -82,14 +82,19 @@ def random_levels(random: Random, bits: int) -> tuple[float, ...]:
 def random_segment(random: Random) -> Segment:
     numel = random.choice(SIZES) if random.random() < 0.6 else random.randrange(3000)
     bits = random.choice((None, *range(2, 9), *range(2, 9)))
-    rounding = random.choice(("nearest", "stochastic", "shift"))
     if bits is None:
         return Segment(numel)
-    if rounding == "nearest" and random.random() < 0.3:
-        return Segment(
-            numel, bits, random.choice(BLOCK_SIZES), rounding, random_levels(random, bits)
-        )
-    return Segment(numel, bits, random.choice(BLOCK_SIZES), rounding)
+    rounding = random.choice(("nearest", "stochastic", "shift", "dither"))
+    levels = None
+    if rounding == "nearest" and random.random() < 0.4:
+        levels = random_levels(random, bits)
+    scaling, scale_dtype = "minmax", "float32"
+    if rounding != "shift":  # which moves an offset of full precision
+        scaling = random.choice(("minmax", "symmetric"))
+        scale_dtype = random.choice(("float32", "bfloat16"))
+    transform = random.choice((None, "hadamard"))
+    block_size = random.choice(BLOCK_SIZES)
+    return Segment(numel, bits, block_size, rounding, levels, scaling, scale_dtype, transform)
 
 
 def random_case(random: Random, isas: list[str]) -> Case:

@@ -25,10 +25,10 @@
 namespace {
 
 // Bumped whenever a struct or a signature below changes: cpu.py refuses a stale library.
-constexpr int ABI = 2;
+constexpr int ABI = 3;
 
 enum Dtype : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
-enum Rounding : int32_t { NEAREST, STOCHASTIC, SHIFT };
+enum Rounding : int32_t { NEAREST, STOCHASTIC, SHIFT, DITHER };
 
 // The types from here to DecodeJob mirror the ctypes structures in cpu.py.
 struct Span {
@@ -36,6 +36,10 @@ struct Span {
   int64_t block_size;
   int32_t bits;  // 0: full precision
   int32_t rounding;
+  int32_t steps;      // of the grid: L in reference.py
+  int32_t symmetric;  // no offset on the wire
+  int32_t short_meta;  // scales and offsets are bfloat16
+  int32_t rotated;    // the transform: groups of ROTATION values
   const float* levels;         // 2^bits numbers, or null for the uniform grid
   const int32_t* level_tree;   // thresholds as quantize_few_levels wants them, up to 4 bits
   const uint8_t* level_codes;  // the code of each of the 65537 positions on the grid, from 5 bits on
@@ -70,6 +74,9 @@ struct DecodeJob {
 
 constexpr int CHUNK = 128;   // values quantized or unpacked together: one stretch of random bits
 constexpr int TILE = 1024;   // values decoded together: their float32 sum stays in L1
+constexpr int ROTATION = 32;    // values of a segment that are rotated together
+constexpr int ROTATED = 4096;   // rotated values of a block that are kept: 16 KiB, half of an L1
+constexpr int META_ALIGNMENT = 4;
 constexpr int MAX_PLANES = 3;
 constexpr int MAX_TREE_BITS = 4;  // 8 nodes at the last depth: one vector of AVX2
 
@@ -81,6 +88,31 @@ constexpr uint32_t NAN_BITS = 0x7fc00000;
 
 constexpr uint32_t MULTIPLIERS[2] = {0xD2511F53, 0xCD9E8D57};
 constexpr uint32_t WEYL[2] = {0x9E3779B9, 0xBB67AE85};
+
+// What is multiplied with in qsdp/kernels/transform.py, whose SIGN_BITS these are; `of` starts at
+// the first value of a rotated group.
+struct Signs {
+  float of[ROTATION];
+
+  constexpr explicit Signs(float magnitude) : of{} {
+    for (int i = 0; i < ROTATION; i++)
+      of[i] = 0x6627e8d5u >> i & 1 ? -magnitude : magnitude;
+  }
+};
+
+alignas(64) constexpr Signs SIGNS(1.0f), SCALED_SIGNS(1.0f / ROTATION);
+
+// 1 in the lanes whose bit `distance` is clear, -1 in the others.
+struct PairSigns {
+  float of[16];
+
+  constexpr explicit PairSigns(int distance) : of{} {
+    for (int i = 0; i < 16; i++) of[i] = i & distance ? -1.0f : 1.0f;
+  }
+};
+
+template <int DISTANCE>
+alignas(64) constexpr PairSigns PAIR_SIGNS(DISTANCE);
 
 struct PhiloxKey {
   uint32_t k0, k1;
@@ -162,35 +194,99 @@ struct Extremes {
   float lo, hi;
   uint32_t content;
   bool finite;
+
+  void join(const Extremes& other) {
+    lo = other.lo < lo ? other.lo : lo, hi = other.hi > hi ? other.hi : hi;
+    content += other.content, finite &= other.finite;
+  }
 };
 
-// How a block is quantized (p, lo_p, inverse) and what the wire says about it (scale, offset).
+// How a block is quantized (p, base, inverse) and what the wire says about it (scale, offset).
 struct Plan {
-  float p, lo_p, inverse;
+  float p, base, inverse;
   float scale, offset;
   uint8_t limit;  // the highest code
 };
 
-// Steps 2 and 5 of [Note: quantizing a block] in reference.py. `shift` is r, or negative for none.
+INLINE float down_to_bfloat16(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  return bit_cast<float>((x < 0.0f ? bits + 0xffff : bits) & 0xffff0000);
+}
+INLINE float up_to_bfloat16(float x) {  // x >= 0
+  return bit_cast<float>((bit_cast<uint32_t>(x) + 0xffff) & 0xffff0000);
+}
+
+// Steps 2 and 5 of [Note: quantizing a block] in reference.py, as block_grid has them. `shift` is
+// r, or negative for none.
 Plan plan_block(const Extremes& x, const Span& span, int32_t shift) {
-  const int highest = (1 << span.bits) - 1, top = span.levels ? 1 : highest;
-  const float lo = x.lo + 0.0f, hi = x.hi + 0.0f, spread = hi - lo;
+  const float top = float(span.steps);
+  float lo = x.lo + 0.0f, hi = x.hi + 0.0f;
+  if (span.symmetric) {
+    hi = __builtin_fabsf(lo) > __builtin_fabsf(hi) ? __builtin_fabsf(lo) : __builtin_fabsf(hi);
+    lo = -hi;
+  }
+  const bool extreme = __builtin_fabsf(lo) > HUGE_VALUE || __builtin_fabsf(hi) > HUGE_VALUE;
+  if (extreme) lo *= 0.25f, hi *= 0.25f;
+  if (span.short_meta && !span.symmetric) lo = down_to_bfloat16(lo);
+  const float spread = hi - lo;
   const bool constant = spread == 0.0f;
-  const bool huge = !constant && (__builtin_fabsf(lo) > HUGE_VALUE || hi > HUGE_VALUE ||
-                                  __builtin_fabsf(hi) > HUGE_VALUE);
-  const bool tiny = !constant && spread < TINY_RANGE;
+  const bool huge = extreme && !constant, tiny = spread < TINY_RANGE && !constant;
+  const float restored = extreme && constant ? 4.0f : tiny ? 1 / TINY_RANGE : 1.0f;
   Plan plan;
-  plan.p = huge ? 0.25f : tiny ? 1 / TINY_RANGE : 1.0f;
-  plan.lo_p = lo * plan.p;
-  plan.limit = uint8_t(highest);
-  const float dp = hi * plan.p - plan.lo_p;
-  plan.inverse = constant ? 0.0f : FRACTION * float(top) / dp;
-  const float unit = dp / float(top);
+  plan.base = lo * restored;
+  float dp = hi * restored - plan.base;
+  float unit = dp / top;
   plan.scale = tiny ? unit * TINY_RANGE : unit;
-  plan.offset = huge ? lo * 0.25f : lo;
+  if (span.short_meta) {
+    plan.scale = up_to_bfloat16(plan.scale);
+    unit = tiny ? plan.scale * (1 / TINY_RANGE) : plan.scale;
+    dp = unit * top;
+    if (span.symmetric) plan.base = -(unit * (top * 0.5f));
+  }
+  plan.p = huge ? 0.25f : tiny ? 1 / TINY_RANGE : 1.0f;
+  plan.inverse = dp == 0.0f ? 0.0f : FRACTION * top / dp;
+  plan.offset = tiny ? lo : plan.base;
+  plan.limit = uint8_t(span.levels ? (1 << span.bits) - 1 : span.steps);
   if (shift >= 0) plan.offset = plan.offset + plan.scale * (float(65535 - 2 * shift) * 0x1p-17f);
   if (huge) plan.scale = -plan.scale;
   return plan;
+}
+
+// A block's scale and, unless it follows from the scale, its offset, as the wire has them.
+INLINE int64_t meta_bytes(const Span& span) {
+  return (span.symmetric ? 1 : 2) * (span.short_meta ? 2 : 4);
+}
+
+INLINE void write_meta(const Span& span, float scale, float offset, uint8_t* meta) {
+  const uint32_t words[2] = {bit_cast<uint32_t>(scale), bit_cast<uint32_t>(offset)};
+  const uint16_t halves[2] = {uint16_t(words[0] >> 16), uint16_t(words[1] >> 16)};
+  const char* from = span.short_meta ? reinterpret_cast<const char*>(halves)
+                                     : reinterpret_cast<const char*>(words);
+  memcpy(meta, from, size_t(meta_bytes(span)));
+}
+
+struct Meta {
+  float scale, offset;
+
+  Meta(const Span& span, const uint8_t* meta) {
+    uint32_t words[2] = {};
+    if (span.short_meta) {
+      uint16_t halves[2] = {};
+      memcpy(halves, meta, span.symmetric ? 2 : 4);
+      words[0] = uint32_t(halves[0]) << 16, words[1] = uint32_t(halves[1]) << 16;
+    } else {
+      memcpy(words, meta, span.symmetric ? 4 : 8);
+    }
+    scale = bit_cast<float>(words[0]), offset = bit_cast<float>(words[1]);
+    if (span.symmetric) offset = -(__builtin_fabsf(scale) * (float(span.steps) * 0.5f));
+  }
+};
+
+// Dither draws from what encoder and decoder both know of a block: the row is not part of it.
+INLINE BlockStream dither_stream(const Span& span, uint32_t block, uint32_t segment, float scale,
+                                 float offset) {
+  const uint32_t sent_offset = span.symmetric ? 0 : bit_cast<uint32_t>(offset);
+  return BlockStream({block, segment, 0}, {bit_cast<uint32_t>(scale), sent_offset});
 }
 
 // Calls body(row, span index, first block, last block) for all blocks whose first value has its
@@ -385,8 +481,9 @@ namespace QSDP_NAMESPACE {
 
 constexpr int LANES = QSDP_LANES;
 constexpr int GROUP = 4 * LANES;  // values narrowed to bytes together
-constexpr int CHAINS = LANES == 8 ? 2 : 4;         // vectors of Philox in flight: one round alone waits for itself
+constexpr int CHAINS = LANES == 8 ? 2 : 4;  // vectors of Philox in flight: one would wait for itself
 constexpr int REFILL = maximum(CHUNK, 8 * CHAINS * LANES / 2);  // values served by one refill
+static_assert(REFILL == CHUNK || 8 * CHAINS / 2 * LANES / 2 == CHUNK, "half the chains: a chunk");
 
 typedef float Floats __attribute__((vector_size(4 * QSDP_LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * QSDP_LANES)));
@@ -422,7 +519,8 @@ INLINE Words all(uint32_t x) { return x + Words{}; }
 // Primitives. smaller(a, b) is a < b ? a : b and greater(a, b) is a > b ? a : b, so a NaN in `b`
 // stays. round_to_int rounds half to even. multiply_low multiplies the low halves of 64-bit lanes,
 // interleave puts the low halves of `odd` between those of `even`.
-// lookup reads a table of up to 8. witness is NaN or infinite if `a`, `b` or `seen` is.
+// lookup reads a table of up to 8. witness is NaN or infinite if `a`, `b` or `seen` is. add_exact
+// is a * b + c for an exact a * b, so that it may be fused. swap<D> exchanges the lanes D apart.
 
 #if QSDP_LANES == 16
 
@@ -431,6 +529,17 @@ INLINE Floats greater(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512
 INLINE Ints round_to_int(Floats x) { return (Ints)_mm512_cvtps_epi32((__m512)x); }
 INLINE Floats witness(Floats a, Floats b, Floats seen) {
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)seen);
+}
+INLINE Floats add_exact(Floats a, Floats b, Floats c) {
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+template <int DISTANCE>
+INLINE Floats swap(Floats x) {
+  constexpr int ODD = 0xb1, HALF = 0x4e;  // of every four: 1 0 3 2, and 2 3 0 1
+  if constexpr (DISTANCE <= 2)
+    return (Floats)_mm512_permute_ps((__m512)x, DISTANCE == 1 ? ODD : HALF);
+  else
+    return (Floats)_mm512_shuffle_f32x4((__m512)x, (__m512)x, DISTANCE == 4 ? ODD : HALF);
 }
 INLINE Ints lookup(const int32_t* table, Ints index) {
   return (Ints)_mm512_permutexvar_epi32((__m512i)index, load<__m512i>(table));
@@ -474,6 +583,14 @@ INLINE Floats smaller(Floats a, Floats b) { return (Floats)_mm256_min_ps((__m256
 INLINE Floats greater(Floats a, Floats b) { return (Floats)_mm256_max_ps((__m256)a, (__m256)b); }
 INLINE Ints round_to_int(Floats x) { return (Ints)_mm256_cvtps_epi32((__m256)x); }
 INLINE Floats witness(Floats a, Floats b, Floats seen) { return seen + a + b; }
+INLINE Floats add_exact(Floats a, Floats b, Floats c) { return a * b + c; }
+template <int DISTANCE>
+INLINE Floats swap(Floats x) {
+  if constexpr (DISTANCE <= 2)
+    return (Floats)_mm256_permute_ps((__m256)x, DISTANCE == 1 ? 0xb1 : 0x4e);
+  else
+    return (Floats)_mm256_permute2f128_ps((__m256)x, (__m256)x, 1);
+}
 INLINE Ints lookup(const int32_t* table, Ints index) {
   return (Ints)_mm256_permutevar8x32_epi32(load<__m256i>(table), (__m256i)index);
 }
@@ -514,6 +631,18 @@ INLINE void stream(char* to, Floats x) { _mm256_stream_ps((float*)to, (__m256)x)
 INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 INLINE Floats greater(Floats a, Floats b) { return a > b ? a : b; }
 INLINE Floats witness(Floats a, Floats b, Floats seen) { return seen + a + b; }
+INLINE Floats add_exact(Floats a, Floats b, Floats c) { return a * b + c; }
+#if defined(__x86_64__)
+template <int DISTANCE>
+INLINE Floats swap(Floats x) {
+  return (Floats)_mm_shuffle_ps((__m128)x, (__m128)x, DISTANCE == 1 ? 0xb1 : 0x4e);
+}
+#else
+template <int DISTANCE>
+INLINE Floats swap(Floats x) {
+  return Floats{x[DISTANCE], x[1 ^ DISTANCE], x[2 ^ DISTANCE], x[3 ^ DISTANCE]};
+}
+#endif
 INLINE Ints lookup(const int32_t* table, Ints index) {
   return Ints{table[index[0]], table[index[1]], table[index[2]], table[index[3]]};
 }
@@ -541,7 +670,7 @@ INLINE void narrow_to_bytes(const Ints v[4], uint8_t limit, uint8_t* to) {
 }
 #else
 INLINE void narrow_to_bytes(const Ints v[4], uint8_t limit, uint8_t* to) {
-  for (int i = 0; i < GROUP; i++) to[i] = uint8_t(minimum(v[i / LANES][i % LANES], limit));
+  for (int i = 0; i < GROUP; i++) to[i] = uint8_t(maximum(0, minimum(v[i / LANES][i % LANES], limit)));
 }
 #endif
 INLINE Ints widen_bytes(const uint8_t* from) {
@@ -599,6 +728,36 @@ struct Float16 {
   static INLINE Floats get(const char* from) { return float16_to_float(from); }
   static INLINE void put(Floats x, char* to) { float_to_float16(x, to); }
 };
+
+// -------------------------------------------------------------------------------------- rotation
+
+constexpr int ROTATION_VECTORS = ROTATION / LANES;
+
+// At distance D of values in one vector, or of vectors, each pair becomes its sum and difference.
+template <int DISTANCE>
+INLINE void butterflies(Floats v[ROTATION_VECTORS]) {
+  if constexpr (DISTANCE < LANES) {
+    for (int i = 0; i < ROTATION_VECTORS; i++)
+      v[i] = add_exact(v[i], load<Floats>(PAIR_SIGNS<DISTANCE>.of), swap<DISTANCE>(v[i]));
+  } else {
+    constexpr int APART = DISTANCE / LANES;
+    for (int i = 0; i < ROTATION_VECTORS; i++) {
+      if (i & APART) continue;
+      const Floats a = v[i], b = v[i + APART];
+      v[i] = a + b, v[i + APART] = a - b;
+    }
+  }
+}
+
+INLINE void butterflies(Floats v[ROTATION_VECTORS]) {
+  butterflies<1>(v), butterflies<2>(v), butterflies<4>(v), butterflies<8>(v), butterflies<16>(v);
+}
+
+// The inverse of the rotation.
+INLINE void rotate_back(Floats v[ROTATION_VECTORS]) {
+  butterflies(v);
+  for (int i = 0; i < ROTATION_VECTORS; i++) v[i] *= load<Floats>(SIGNS.of + i * LANES);
+}
 
 // ------------------------------------------------------------------------------------ bit planes
 
@@ -900,8 +1059,10 @@ struct Philox {
   }
 };
 
-// Random bits of CHAINS * LANES / 2 neighbouring counters. `r` is that of the first one's first value.
-// Its own function without a loop over counters: inlined into one, its keys leave the registers.
+// Random bits of CHAINS * LANES / 2 neighbouring counters. `r` is that of the first one's first
+// value. Its own function without a loop over counters: inlined into one, its keys leave the
+// registers.
+template <int CHAINS>
 __attribute__((noinline)) void random16(const BlockStream& stream, uint64_t counter, int32_t* r) {
   Philox chain[CHAINS];  // even counters, odd counters, the next even ones
 #pragma GCC unroll 4
@@ -927,23 +1088,33 @@ __attribute__((noinline)) void random16(const BlockStream& stream, uint64_t coun
   }
 }
 
-// r of REFILL values from value `at` of a block on: [Note: where the random bits come from].
-INLINE void random16_per_value(int64_t at, const BlockStream& stream, int32_t* r) {
+// r of REFILL values, or of the `n` that are left, from value `at` of a block on:
+// [Note: where the random bits come from].
+INLINE void random16_per_value(int64_t at, int64_t n, const BlockStream& stream, int32_t* r) {
+  if (REFILL > CHUNK && n <= CHUNK)
+    return random16<CHAINS / 2>(stream, uint64_t(at / 8), r);
   for (int first = 0; first < REFILL / 8; first += CHAINS * LANES / 2)
-    random16(stream, uint64_t(at / 8 + first), r + first / 16 * CHUNK + first % 16);
+    random16<CHAINS>(stream, uint64_t(at / 8 + first), r + first / 16 * CHUNK + first % 16);
 }
 
-// q of LANES values: the position on the grid with 16 fractional bits. It may exceed its largest
-// value, top, by roundings: by 2 at most, so that only the highest code has to be limited.
-// lo - x and a negative factor instead of x - lo: the same numbers, and x may stay in memory.
+// q of LANES values: the position on the grid with 16 fractional bits. Roundings may take it a
+// little below zero or above its largest value, so codes have to be limited: narrow_to_bytes does.
+// base - x and a negative factor instead of x - base: the same numbers, and x may stay in memory.
 struct Grid {
-  Floats lo_p, minus_inverse;
+  Floats base, minus_inverse;
 
-  explicit Grid(const Plan& plan) : lo_p(all(plan.lo_p)), minus_inverse(all(-plan.inverse)) {}
+  explicit Grid(const Plan& plan) : base(all(plan.base)), minus_inverse(all(-plan.inverse)) {}
 
   template <class T>
   INLINE Ints position(const char* x) const {
-    return round_to_int((lo_p - T::get(x)) * minus_inverse);
+    return round_to_int((base - T::get(x)) * minus_inverse);
+  }
+
+  // The same within 0 and 65536, for tables of levels.
+  template <class T>
+  INLINE Ints limited_position(const char* x) const {
+    const Ints q = position<T>(x);
+    return q < 0 ? Ints{} : q > 65536 ? Ints{} + 65536 : q;
   }
 };
 
@@ -973,7 +1144,7 @@ INLINE void quantize_few_levels(const char* x, const Plan& plan, const int32_t* 
   const Grid grid(plan);
   for (int i = 0; i < CHUNK; i += GROUP) {
     Ints q[4], code[4] = {};
-    for (int k = 0; k < 4; k++) q[k] = grid.position<T>(x + (i + k * LANES) * T::SIZE);
+    for (int k = 0; k < 4; k++) q[k] = grid.limited_position<T>(x + (i + k * LANES) * T::SIZE);
     for (int d = 0; d < depth; d++)
       for (int k = 0; k < 4; k++)
         code[k] += code[k] - (q[k] >= lookup(tree + (1 << d) - 1, code[k]));
@@ -986,7 +1157,7 @@ INLINE void quantize_many_levels(const char* x, const Plan& plan, const uint8_t*
                                  uint8_t* codes) {
   alignas(64) int32_t q[CHUNK];
   const Grid grid(plan);
-  for (int i = 0; i < CHUNK; i += LANES) store(q + i, grid.position<T>(x + i * T::SIZE));
+  for (int i = 0; i < CHUNK; i += LANES) store(q + i, grid.limited_position<T>(x + i * T::SIZE));
 #pragma GCC unroll 16
   for (int i = 0; i < CHUNK; i++) codes[i] = level_codes[q[i]];
 }
@@ -999,16 +1170,18 @@ struct Source {
   int32_t shift;              // r of all values
 };
 
-// Codes of CHUNK values of a block from value `at` on. `r` keeps random bits from call to call.
+// Codes of CHUNK values of a block from value `at` on, of which `n` values are left. `r` keeps
+// random bits from call to call.
 template <class T>
-INLINE void quantize(const char* x, int64_t at, const Source& source, int32_t* r, uint8_t* codes) {
+INLINE void quantize(const char* x, int64_t at, int64_t n, const Source& source, int32_t* r,
+                     uint8_t* codes) {
   const Span& span = source.span;
   if (span.levels && span.bits <= MAX_TREE_BITS) {
     quantize_few_levels<T>(x, source.plan, span.level_tree, span.bits, codes);
   } else if (span.levels) {
     quantize_many_levels<T>(x, source.plan, span.level_codes, codes);
   } else if (source.stream) {
-    if (at % REFILL == 0) random16_per_value(at, *source.stream, r);
+    if (at % REFILL == 0) random16_per_value(at, n, *source.stream, r);
     quantize_uniform<true, T>(x, source.plan, r + at % REFILL, codes);
   } else {
     quantize_uniform<false, T>(x, source.plan, &source.shift, codes);
@@ -1017,11 +1190,12 @@ INLINE void quantize(const char* x, int64_t at, const Source& source, int32_t* r
 
 // The same for a block whose range needs scaling. Rare, so not worth a multiplication elsewhere.
 template <class T>
-void quantize_scaled(const char* x, int64_t at, const Source& source, int32_t* r, uint8_t* codes) {
+void quantize_scaled(const char* x, int64_t at, int64_t n, const Source& source, int32_t* r,
+                     uint8_t* codes) {
   alignas(64) float scaled[CHUNK];
   for (int i = 0; i < CHUNK; i += LANES)
     store(scaled + i, T::get(x + i * T::SIZE) * source.plan.p);
-  quantize<Float32>(reinterpret_cast<const char*>(scaled), at, source, r, codes);
+  quantize<Float32>(reinterpret_cast<const char*>(scaled), at, n, source, r, codes);
 }
 
 // Hardware prefetchers stop at the end of a page. Two lines of the page after the next start them
@@ -1034,53 +1208,114 @@ INLINE void prefetch_pages(const char* x, int64_t bytes) {
   __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + 64, 0, 2);
 }
 
-// Codes of a block's values, packed.
+// Codes of values `begin` to `end` of a block, packed to `to`. `x` is the first one of them and
+// `begin` a multiple of REFILL.
 template <class T>
-INLINE void quantize_block(const char* x, int64_t n, const Source& source, const Planes& planes,
-                           uint8_t* to) {
+INLINE void quantize_block(const char* x, int64_t begin, int64_t end, const Source& source,
+                           const Planes& planes, uint8_t* to) {
   alignas(64) int32_t r[REFILL];
   char padded[CHUNK * T::SIZE];
   alignas(64) uint8_t buffer[CHUNK];
-  for (int64_t at = 0; at < n; at += CHUNK) {
-    const int64_t count = minimum(n - at, CHUNK);
+  for (int64_t at = begin; at < end; at += CHUNK) {
+    const int64_t count = minimum(end - at, CHUNK);
     const bool direct = planes.width[0] == 8 && count == CHUNK;
-    const char* from = x + at * T::SIZE;
+    const char* from = x + (at - begin) * T::SIZE;
     uint8_t* codes = direct ? to + at : buffer;
     prefetch_pages(from, count * T::SIZE);
     if (count < CHUNK) from = repeat<T>(from, count, padded, CHUNK);
     if (source.plan.p == 1.0f)
-      quantize<T>(from, at, source, r, codes);
+      quantize<T>(from, at, end - at, source, r, codes);
     else
-      quantize_scaled<T>(from, at, source, r, codes);
+      quantize_scaled<T>(from, at, end - at, source, r, codes);
     if (direct) continue;
     if (count < CHUNK) memset(codes + count, 0, size_t(CHUNK - count));
     pack(codes, count, planes, at, to);
   }
 }
 
-template <class T>
-INLINE void encode_block(const EncodeJob& job, const Span& span, const Counter& counter,
-                         const char* x, int64_t n, const Planes& planes, uint8_t* meta,
-                         uint8_t* codes) {
-  const Extremes extremes =
-      span.rounding == NEAREST ? scan<false, T>(x, n) : scan<true, T>(x, n);
+// Where a block comes from and goes to.
+struct Block {
+  const Span& span;
+  Counter counter;
+  int64_t n;
+  const Planes& planes;
+  uint8_t* meta;
+  uint8_t* codes;
+};
+
+// Plans a block, writes its scale and offset and calls body(source), which writes its codes.
+template <class Body>
+INLINE void with_source(const EncodeJob& job, const Block& block, const Extremes& extremes,
+                        const Body& body) {
+  const Span& span = block.span;
   if (!extremes.finite) {
-    const uint32_t nans[2] = {NAN_BITS, NAN_BITS};
-    memcpy(meta, nans, sizeof nans);
-    memset(codes, 0, size_t(planes.bytes));
+    const float nan = bit_cast<float>(NAN_BITS);
+    write_meta(span, nan, nan, block.meta);
+    memset(block.codes, 0, size_t(block.planes.bytes));
     return;
   }
   const PhiloxKey key = {uint32_t(job.key), uint32_t(job.key >> 32) ^ extremes.content};
-  const int32_t shift = span.rounding == SHIFT ? int32_t(philox_word0(counter, key) & 0xffff) : -1;
+  const bool shifted = span.rounding == SHIFT;
+  const int32_t shift = shifted ? int32_t(philox_word0(block.counter, key) & 0xffff) : -1;
   const Plan plan = plan_block(extremes, span, shift);
-  const float pair[2] = {plan.scale, plan.offset};
-  memcpy(meta, pair, sizeof pair);
-  if (span.rounding == STOCHASTIC) {
-    const BlockStream stream(counter, key);
-    quantize_block<T>(x, n, {span, plan, &stream, 0}, planes, codes);
-  } else {
-    quantize_block<T>(x, n, {span, plan, nullptr, shift >= 0 ? shift : 32768}, planes, codes);
+  write_meta(span, plan.scale, plan.offset, block.meta);
+  if (span.rounding == NEAREST || shifted) {
+    body(Source{span, plan, nullptr, shifted ? shift : 32768});
+    return;
   }
+  const BlockStream stream = span.rounding == STOCHASTIC
+                                 ? BlockStream(block.counter, key)
+                                 : dither_stream(span, block.counter.block, block.counter.segment,
+                                                 plan.scale, plan.offset);
+  body(Source{span, plan, &stream, 0});
+}
+
+template <class T>
+INLINE void encode_block(const EncodeJob& job, const Block& block, const char* x) {
+  const bool content = block.span.rounding == STOCHASTIC || block.span.rounding == SHIFT;
+  const Extremes extremes = content ? scan<true, T>(x, block.n) : scan<false, T>(x, block.n);
+  with_source(job, block, extremes, [&](const Source& source) {
+    quantize_block<T>(x, 0, block.n, source, block.planes, block.codes);
+  });
+}
+
+// `n` values, up to ROTATED, as float32; but for a rest of less than ROTATION, rotated.
+template <class T>
+INLINE void rotate(const char* x, int64_t n, float* y) {
+  prefetch_pages(x, n * T::SIZE);
+  int64_t i = 0;
+  for (; i + ROTATION <= n; i += ROTATION) {
+    Floats v[ROTATION_VECTORS];
+    for (int k = 0; k < ROTATION_VECTORS; k++)
+      v[k] = T::get(x + (i + k * LANES) * T::SIZE) * load<Floats>(SCALED_SIGNS.of + k * LANES);
+    butterflies(v);
+    for (int k = 0; k < ROTATION_VECTORS; k++) store(y + i + k * LANES, v[k]);
+  }
+  char padded[LANES * T::SIZE];
+  for (; i < n; i += LANES) {
+    const char* from = x + i * T::SIZE;
+    store(y + i, T::get(n - i < LANES ? pad<T>(from, n - i, padded, LANES) : from));
+  }
+}
+
+// The same as encode_block for rotated values. Those of a large block are computed twice.
+template <class T>
+void encode_rotated_block(const EncodeJob& job, const Block& block, const char* x) {
+  alignas(64) float y[ROTATED];
+  const char* rotated = reinterpret_cast<const char*>(y);
+  Extremes extremes = {__builtin_inff(), -__builtin_inff(), 0, true};
+  for (int64_t at = 0; at < block.n; at += ROTATED) {
+    const int64_t count = minimum(block.n - at, ROTATED);
+    rotate<T>(x + at * T::SIZE, count, y);
+    extremes.join(scan<true, Float32>(rotated, count));
+  }
+  with_source(job, block, extremes, [&](const Source& source) {
+    for (int64_t at = 0; at < block.n; at += ROTATED) {
+      const int64_t count = minimum(block.n - at, ROTATED);
+      if (block.n > ROTATED) rotate<T>(x + at * T::SIZE, count, y);
+      quantize_block<Float32>(rotated, at, at + count, source, block.planes, block.codes);
+    }
+  });
 }
 
 template <class T>
@@ -1095,14 +1330,22 @@ void encode_values(const EncodeJob& job, int64_t begin, int64_t end) {
              size_t((last - first) * T::SIZE));
       return;
     }
-    const int64_t size = span.block_size;
-    const Planes planes(span.bits, size);
+    const int64_t size = span.block_size, meta_size = meta_bytes(span);
+    const Planes full(span.bits, size), rest(span.bits, span.numel % size);
     for (int64_t block = first; block < last; block++) {
       const int64_t n = minimum(size, span.numel - block * size);
       const Counter counter = {uint32_t(block), uint32_t(index), uint32_t(job.first_row + row)};
-      encode_block<T>(job, span, counter, x + block * size * T::SIZE, n,
-                      n == size ? planes : Planes(span.bits, n), to + span.meta_offset + 8 * block,
-                      to + span.data_offset + block * planes.bytes);
+      const Planes& planes = n == size ? full : rest;
+      const Block where = {span, counter, n, planes, to + span.meta_offset + meta_size * block,
+                           to + span.data_offset + block * full.bytes};
+      if (span.rotated)
+        encode_rotated_block<T>(job, where, x + block * size * T::SIZE);
+      else
+        encode_block<T>(job, where, x + block * size * T::SIZE);
+    }
+    if (last * size >= span.numel) {  // this thread has the segment's last block: it pads
+      uint8_t* meta = to + span.meta_offset + meta_size * last;
+      memset(meta, 0, size_t(divide_up(meta_size * last, META_ALIGNMENT) * META_ALIGNMENT - meta_size * last));
     }
   });
 }
@@ -1115,64 +1358,127 @@ void encode(const EncodeJob& job, int64_t begin, int64_t end) {
 
 // ---------------------------------------------------------------------------------------- decode
 
-INLINE Floats grid_value(const uint8_t* codes) {
-  return __builtin_convertvector(widen_bytes(codes), Floats);
-}
-INLINE Floats grid_value(const float* levels) { return load<Floats>(levels); }
+// Where decoded values lie between their block's lowest and highest, in steps: LANES at a time.
+
+struct CodeGrid {
+  const uint8_t* codes;
+  INLINE Floats get(int i) const {
+    return __builtin_convertvector(widen_bytes(codes + i), Floats);
+  }
+};
+
+struct LevelGrid {
+  const float* levels;
+  INLINE Floats get(int i) const { return load<Floats>(levels + i); }
+};
+
+// code + (65535 - 2r) / 131072: the integer has 24 bits and a sign, so there is one rounding.
+struct DitherGrid {
+  const uint8_t* codes;
+  const int32_t* r;
+  INLINE Floats get(int i) const {
+    const Ints steps = (widen_bytes(codes + i) << 16) - load<Ints>(r + i);
+    const Floats grid = __builtin_convertvector(steps, Floats);
+    return add_exact(grid, all(1 / FRACTION), all(65535 * 0x1p-17f));
+  }
+};
 
 // What becomes of decoded values: they are written, written past the caches, or added.
 enum class Sink { WRITE, STREAM, ADD };
 
-template <Sink SINK, bool HUGE, class Grid>
-INLINE void dequantize(const Grid* grid, float scale, float offset, char* to) {
-  for (int i = 0; i < CHUNK; i += LANES) {
-    Floats value = grid_value(grid + i) * scale + offset;
-    if (HUGE) value = greater(all(-MAX_FLOAT), smaller(all(MAX_FLOAT), value * 4.0f));
-    if (SINK == Sink::ADD) value = load<Floats>(to + 4 * i) + value;
-    if (SINK == Sink::STREAM)
-      stream(to + 4 * i, value);
-    else
-      store(to + 4 * i, value);
+// CHUNK values as float32; the first `rotated` of them are rotated back, after an addition.
+template <Sink SINK, bool HUGE, bool ROTATE, class Grid>
+INLINE void dequantize(const Grid& grid, float scale, float offset, int64_t rotated, char* to) {
+  constexpr int VECTORS = ROTATE ? ROTATION_VECTORS : 1;
+  for (int i = 0; i < CHUNK; i += VECTORS * LANES) {
+    Floats value[VECTORS];
+    for (int k = 0; k < VECTORS; k++) {
+      const int at = i + k * LANES;
+      value[k] = grid.get(at) * scale + offset;
+      if (HUGE)
+        value[k] = greater(all(-MAX_FLOAT), smaller(all(MAX_FLOAT), value[k] * 4.0f));
+      if (SINK == Sink::ADD) value[k] = load<Floats>(to + 4 * at) + value[k];
+    }
+    if (ROTATE && i < rotated) rotate_back(value);
+    for (int k = 0; k < VECTORS; k++) {
+      char* const place = to + 4 * (i + k * LANES);
+      if (SINK == Sink::STREAM)
+        stream(place, value[k]);
+      else
+        store(place, value[k]);
+    }
   }
 }
 
-template <Sink SINK, class Grid>
-INLINE void dequantize(const Grid* grid, float scale, float offset, char* to) {
-  if (scale < 0.0f)
-    dequantize<SINK, true>(grid, -scale, offset, to);
+template <Sink SINK, bool HUGE, class Grid>
+INLINE void dequantize(const Grid& grid, float scale, float offset, int64_t rotated, char* to) {
+  if (rotated)
+    dequantize<SINK, HUGE, true>(grid, scale, offset, rotated, to);
   else
-    dequantize<SINK, false>(grid, __builtin_fabsf(scale), offset, to);
+    dequantize<SINK, HUGE, false>(grid, scale, offset, 0, to);
 }
 
-// CHUNK values as float32, from their codes.
+template <Sink SINK, class Grid>
+INLINE void dequantize(const Grid& grid, const Meta& meta, int64_t rotated, char* to) {
+  if (meta.scale < 0.0f)
+    dequantize<SINK, true>(grid, -meta.scale, meta.offset, rotated, to);
+  else
+    dequantize<SINK, false>(grid, __builtin_fabsf(meta.scale), meta.offset, rotated, to);
+}
+
 template <class Grid>
-INLINE void dequantize(Sink sink, const Grid* grid, float scale, float offset, char* to) {
-  if (sink == Sink::WRITE) return dequantize<Sink::WRITE>(grid, scale, offset, to);
-  if (sink == Sink::STREAM) return dequantize<Sink::STREAM>(grid, scale, offset, to);
-  dequantize<Sink::ADD>(grid, scale, offset, to);
+INLINE void dequantize(Sink sink, const Grid& grid, const Meta& meta, int64_t rotated, char* to) {
+  if (sink == Sink::WRITE) return dequantize<Sink::WRITE>(grid, meta, rotated, to);
+  if (sink == Sink::STREAM) return dequantize<Sink::STREAM>(grid, meta, rotated, to);
+  dequantize<Sink::ADD>(grid, meta, rotated, to);
 }
 
-// A tile of one row: values `at` to `at + n` of a block, and nobody cares what up to a whole chunk.
-INLINE void decode_tile(const Span& span, const uint8_t* meta, const uint8_t* packed,
-                        const Planes& planes, int64_t at, int64_t n, Sink sink, char* to) {
-  float pair[2];
-  memcpy(pair, meta, sizeof pair);
+// Where a tile of one row comes from: values `at` to `at + n` of a block.
+struct Tile {
+  const Span& span;
+  const Planes& planes;
+  uint32_t block, segment;
+  int64_t at, n;
+};
+
+// A tile of one row to `to`; nobody cares what comes behind it up to a whole chunk. `last`: of
+// the rows that are added, so that the sum has to be rotated back.
+INLINE void decode_tile(const Tile& tile, const uint8_t* wire_meta, const uint8_t* packed,
+                        Sink sink, bool last, char* to) {
+  const Span& span = tile.span;
+  const Meta meta(span, wire_meta);
   alignas(64) uint8_t buffer[CHUNK];
-  for (int64_t i = 0; i < n; i += CHUNK) {
-    const int64_t count = minimum(n - i, CHUNK);
-    const uint8_t* codes = packed + at + i;
-    if (planes.width[0] != 8 || count < CHUNK) {
-      unpack(packed, count, planes, at + i, buffer);
-      codes = buffer;
+  const auto chunks = [&](const auto& decode_chunk) {
+    for (int64_t i = 0; i < tile.n; i += CHUNK) {
+      const int64_t count = minimum(tile.n - i, CHUNK);
+      const uint8_t* codes = packed + tile.at + i;
+      if (tile.planes.width[0] != 8 || count < CHUNK) {
+        unpack(packed, count, tile.planes, tile.at + i, buffer);
+        codes = buffer;
+      }
+      const int64_t rotated = span.rotated && last ? count / ROTATION * ROTATION : 0;
+      decode_chunk(codes, i, rotated);
     }
-    if (span.levels) {
+  };
+  if (span.levels) {
+    chunks([&](const uint8_t* codes, int64_t i, int64_t rotated) {
       alignas(64) float grid[CHUNK];
 #pragma GCC unroll 16
       for (int k = 0; k < CHUNK; k++) grid[k] = span.levels[codes[k]];
-      dequantize(sink, grid, pair[0], pair[1], to + 4 * i);
-    } else {
-      dequantize(sink, codes, pair[0], pair[1], to + 4 * i);
-    }
+      dequantize(sink, LevelGrid{grid}, meta, rotated, to + 4 * i);
+    });
+  } else if (span.rounding == DITHER) {
+    const BlockStream stream =
+        dither_stream(span, tile.block, tile.segment, meta.scale, meta.offset);
+    alignas(64) int32_t r[REFILL];
+    chunks([&](const uint8_t* codes, int64_t i, int64_t rotated) {
+      if (i % REFILL == 0) random16_per_value(tile.at + i, tile.n - i, stream, r);
+      dequantize(sink, DitherGrid{codes, r + i % REFILL}, meta, rotated, to + 4 * i);
+    });
+  } else {
+    chunks([&](const uint8_t* codes, int64_t i, int64_t rotated) {
+      dequantize(sink, CodeGrid{codes}, meta, rotated, to + 4 * i);
+    });
   }
 }
 
@@ -1226,33 +1532,33 @@ INLINE void finish_tile(const DecodeJob& job, float* sum, int64_t n, char* out) 
   write_tile<Float32>(sum, n, out);
 }
 
-// Values `at` to `at + n` of a segment, for one output. The tile lies in one block.
-INLINE void decode_one(const DecodeJob& job, int64_t output, const Span& span, int64_t block,
-                       const Planes& full, const Planes& planes, int64_t at, int64_t n) {
+// A tile of a segment, for one output; of a full-precision segment too, as block 0.
+INLINE void decode_one(const DecodeJob& job, int64_t output, const Tile& tile, int64_t code_bytes) {
   const Layout& layout = *job.layout;
-  const int64_t value = span.value_offset + (span.bits ? block * span.block_size : 0) + at;
+  const Span& span = tile.span;
+  const int64_t value = span.value_offset + tile.block * span.block_size + tile.at;
   char* out = job.out + (output * layout.numel + value) * item_size(job.dtype);
   const uint8_t* row = job.wire + output * job.rows_per_output * layout.row_bytes;
-  const uint8_t* codes = row + span.data_offset + block * full.bytes;
-  const uint8_t* meta = row + span.meta_offset + 8 * block;
+  const uint8_t* codes = row + span.data_offset + tile.block * code_bytes;
+  const uint8_t* meta = row + span.meta_offset + tile.block * meta_bytes(span);
   const bool aligned = reinterpret_cast<uintptr_t>(out) % 64 == 0;
-  if (job.plain && span.bits && n % CHUNK == 0 && (aligned || !job.streaming)) {
+  if (job.plain && span.bits && tile.n % CHUNK == 0 && (aligned || !job.streaming)) {
     const Sink sink = job.streaming ? Sink::STREAM : Sink::WRITE;
-    return decode_tile(span, meta, codes, planes, at, n, sink, out);
+    return decode_tile(tile, meta, codes, sink, true, out);
   }
   alignas(64) float sum[TILE];
   for (int64_t i = 0; i < job.rows_per_output; i++) {
     const int64_t skip = i * layout.row_bytes;
     if (span.bits)
-      decode_tile(span, meta + skip, codes + skip, planes, at, n, i ? Sink::ADD : Sink::WRITE,
-                  reinterpret_cast<char*>(sum));
+      decode_tile(tile, meta + skip, codes + skip, i ? Sink::ADD : Sink::WRITE,
+                  i == job.rows_per_output - 1, reinterpret_cast<char*>(sum));
     else
       widen_tile(layout.dtype,
                  reinterpret_cast<const char*>(row + span.data_offset + skip) +
-                     at * item_size(layout.dtype),
-                 n, i == 0, sum);
+                     tile.at * item_size(layout.dtype),
+                 tile.n, i == 0, sum);
   }
-  finish_tile(job, sum, n, out);
+  finish_tile(job, sum, tile.n, out);
 }
 
 void decode(const DecodeJob& job, int64_t begin, int64_t end) {
@@ -1260,17 +1566,19 @@ void decode(const DecodeJob& job, int64_t begin, int64_t end) {
   for_blocks(layout, begin, end, [&](int64_t output, int64_t index, int64_t first, int64_t last) {
     const Span& span = layout.spans[index];
     const int64_t size = span.block_size;
-    const Planes planes(span.bits, size);
+    const uint32_t segment = uint32_t(index);
+    const Planes full(span.bits, size), rest(span.bits, span.numel % size);
     if (!span.bits) {
       for (int64_t at = first; at < last; at += TILE)
-        decode_one(job, output, span, 0, planes, planes, at, minimum(last - at, TILE));
+        decode_one(job, output, {span, full, 0, segment, at, minimum(last - at, TILE)}, 0);
       return;
     }
     for (int64_t block = first; block < last; block++) {
       const int64_t n = minimum(size, span.numel - block * size);
-      const Planes own = n == size ? planes : Planes(span.bits, n);
+      const Planes& planes = n == size ? full : rest;
       for (int64_t at = 0; at < n; at += TILE)
-        decode_one(job, output, span, block, planes, own, at, minimum(n - at, TILE));
+        decode_one(job, output,
+                   {span, planes, uint32_t(block), segment, at, minimum(n - at, TILE)}, full.bytes);
     }
   });
 #if defined(__x86_64__)

@@ -14,17 +14,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qsdp.kernels import reference
-from qsdp.kernels.reference import FRACTION, level_thresholds
+from qsdp.kernels.reference import FRACTION, grid_steps, level_thresholds
 from qsdp.wire import Span, WireLayout
 
 NAME = "cpu"
 
 LIBRARY = Path(__file__).with_name("_cpu.so")
-ABI = 2  # of cpu.cpp; a library with another number was left over from another version
+ABI = 3  # of cpu.cpp; a library with another number was left over from another version
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_ROUNDINGS = {"nearest": 0, "stochastic": 1, "shift": 2}
+_ROUNDINGS = {"nearest": 0, "stochastic": 1, "shift": 2, "dither": 3}
 _MAX_TABLES = 1024
 _MEND = "install a C++ compiler (g++ or clang++), then reinstall qsdp: pip install --no-deps "
 _MEND += "--force-reinstall qsdp"
@@ -39,6 +38,10 @@ class _Span(ctypes.Structure):
         ("block_size", c_int64),
         ("bits", c_int32),
         ("rounding", c_int32),
+        ("steps", c_int32),
+        ("symmetric", c_int32),
+        ("short_meta", c_int32),
+        ("rotated", c_int32),
         ("levels", c_void_p),
         ("level_tree", c_void_p),
         ("level_codes", c_void_p),
@@ -94,8 +97,6 @@ def encode(
     values: torch.Tensor, layout: WireLayout, wire: torch.Tensor, *, key: int, first_row: int = 0
 ) -> None:
     """See :func:`qsdp.kernels.reference.encode`."""
-    if not _supported(layout):
-        return reference.encode(values, layout, wire, key=key, first_row=first_row)
     table = _table(layout)
     num_rows = values.shape[0]
     _check(values, (num_rows, layout.numel))
@@ -116,8 +117,6 @@ def encode(
 
 def decode(wire: torch.Tensor, layout: WireLayout, values: torch.Tensor) -> None:
     """See :func:`qsdp.kernels.reference.decode`."""
-    if not _supported(layout):
-        return reference.decode(wire, layout, values)
     num_rows = wire.shape[0]
     _check(values, (num_rows, layout.numel))
     _decode(wire, layout, values, num_rows, 1, 1.0, 1.0)
@@ -132,22 +131,10 @@ def decode_sum(
     divide: float = 1.0,
 ) -> None:
     """See :func:`qsdp.kernels.reference.decode_sum`."""
-    if not _supported(layout):
-        return reference.decode_sum(wire, layout, out, multiply=multiply, divide=divide)
     num_rows = wire.shape[0]
     assert num_rows >= 1
     _check(out, (layout.numel,))
     _decode(wire, layout, out, 1, num_rows, multiply, divide)
-
-
-def _supported(layout: WireLayout) -> bool:
-    return all(
-        span.segment.scaling == "minmax"
-        and span.segment.scale_dtype == "float32"
-        and span.segment.transform is None
-        and span.segment.rounding != "dither"
-        for span in layout.spans
-    )
 
 
 def _decode(
@@ -222,6 +209,10 @@ def _span(span: Span) -> _Span:
         segment.block_size,
         segment.bits or 0,
         _ROUNDINGS[segment.rounding],
+        grid_steps(segment) if segment.bits is not None else 0,
+        segment.scaling == "symmetric",
+        segment.scale_dtype == "bfloat16",
+        segment.transform == "hadamard",
         *tables,
     )
 
