@@ -24,6 +24,7 @@ LAYERS = (
     {"fsdp", "ddp", "state"},
     {""},  # the package itself: public names
     {"trainer", "bench", "check", "theory", "integrations"},
+    {"sweep"},
     {"cli"},
 )
 PRIVATE_TORCH = {"qsdp/units.py", "qsdp/buffers.py"}

@@ -1,0 +1,1 @@
+"""`qsdp sweep`: a grid of configurations and seeds, trained one after another and compared."""
