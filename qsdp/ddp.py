@@ -23,6 +23,7 @@ from qsdp.comms import ranks_per_node
 from qsdp.config import QSDPConfig
 from qsdp.kernels import VALUE_DTYPES
 from qsdp.kernels.philox import derive_key
+from qsdp.quantizer import Quantizer
 from qsdp.stats import CommMeter, CommStats
 from qsdp.wire import Segment, WireLayout, wire_layout
 
@@ -33,10 +34,10 @@ Result = torch.futures.Future[torch.Tensor]
 
 @dataclass(frozen=True)
 class _Known:
-    """What the hook needs to know of a parameter."""
+    """What the hook needs to know of a parameter: its name, and how it travels (None: raw)."""
 
     name: str
-    quantized: bool
+    quantizer: Quantizer | None
 
 
 class QuantizedDDPState:
@@ -48,13 +49,12 @@ class QuantizedDDPState:
     Args:
         model: whose gradients are reduced; named in errors and matched by patterns without DDP's
             own prefix ``module.``.
-        config: ``gradients``, and None leaves all to DDP's own all-reduce; ``min_numel``,
-            ``keep_full_precision``, ``seed``, ``verify``. Others must be None. Equal on all ranks.
+        config: equal on all ranks. ``gradients``, where None leaves all to DDP's own all-reduce;
+            ``min_numel``, ``keep_full_precision``, ``overrides``, ``seed``, ``verify``, and
+            ``error_feedback``: of this rank's contribution and of the sums that it forwards, which
+            takes 4 * (1 + 1 / ranks) bytes an element. What is for FSDP must be None.
         group: DDP's ``process_group``; None is the model's, if it is wrapped, or the default group.
         warmup_steps: as many steps first in full precision, bit for bit as without the hook.
-        error_feedback: add what quantization lost in a step to the next one, both of this rank's
-            contribution and of the sums that it forwards. Takes 4 * (1 + 1 / ranks) bytes for each
-            quantized element. Meant for biased or coarse quantizers (rounding nearest, few bits).
 
     Raises:
         TypeError, ValueError: a model or a configuration that does not fit; on every rank.
@@ -67,26 +67,29 @@ class QuantizedDDPState:
         *,
         group: dist.ProcessGroup | None = None,
         warmup_steps: int = 0,
-        error_feedback: bool = False,
     ) -> None:
         _check_model(model)
         if group is None and isinstance(model, DistributedDataParallel):
             group = model.process_group
         self.group: dist.ProcessGroup = _default_group() if group is None else group
-        self.config, self.warmup_steps, self.error_feedback = config, warmup_steps, error_feedback
+        self.config, self.warmup_steps = config, warmup_steps
         self.step = 0
-        named = [(_clean(name), param) for name, param in model.named_parameters()]
-        error = _error_in(config, warmup_steps, error_feedback, [name for name, _ in named])
-        device = named[0][1].device if named else torch.device("cpu")
+        named = _named_parameters(model)
+        error = _error_in(
+            config, warmup_steps, [name for names in named.values() for name in names]
+        )
+        device = next(iter(named)).device if named else torch.device("cpu")
         facts = {
             "torch": torch.__version__,
             "QSDPConfig": asdict(config) if isinstance(config, QSDPConfig) else None,
-            "parameters": {name: str(tuple(param.shape)) for name, param in named},
+            "parameters": {names[0]: str(tuple(p.shape)) for p, names in named.items()},
             "warmup_steps": warmup_steps,
-            "error_feedback": error_feedback,
         }
         require_agreement(facts, error, self.group, device)
-        self._known = {param: _Known(n, config.quantizes((n,), param)) for n, param in named}
+        self._known = {
+            param: _Known(names[0], config.quantizer("gradients", names, param))
+            for param, names in named.items()
+        }
         self._key = derive_key(config.seed, _DDP)
         self._meter = CommMeter(ranks_per_node(self.group))
         self._in_flight: list[Iterator[None]] = []
@@ -155,7 +158,7 @@ class QuantizedDDPState:
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> tuple[tuple[str, ...], WireLayout]:
         """Names of a bucket's parameters in the order of its values, and the layout of these."""
-        quantizer, names, segments = self.config.gradients, [], []
+        names, segments = [], []
         for param in bucket.parameters():
             known = self._known.get(param)
             if known is None:
@@ -164,13 +167,9 @@ class QuantizedDDPState:
                     "QuantizedDDPState does not know: pass it the model that register_comm_hook is "
                     "called on, after its last parameter is made"
                 )
-            quantized = known.quantized and quantizer is not None
             names.append(known.name)
-            segments.append(
-                quantizer.segment(param.numel())
-                if quantized and quantizer is not None
-                else Segment(param.numel())
-            )
+            quantizer, numel = known.quantizer, param.numel()
+            segments.append(Segment(numel) if quantizer is None else quantizer.segment(numel))
         dtype = bucket.buffer().dtype
         return tuple(names), wire_layout(tuple(segments), dtype, self.config.verify)
 
@@ -245,7 +244,7 @@ def _quantized_stages(
     result: Result,
 ) -> Iterator[None]:
     feedback = None
-    if state.error_feedback:
+    if state.config.error_feedback:
         feedback = state._feedback_of(names, layout, buffer.device)
     yield from all_reduce_stages(
         buffer, state.group, quantizer=layout, key=state._key, meter=state._meter, feedback=feedback
@@ -292,8 +291,12 @@ def _join(
     return flat
 
 
-def _clean(name: str) -> str:
-    return name.removeprefix("module.")
+def _named_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Every parameter with all its names (tied ones have several), without DDP's prefix."""
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        found.setdefault(param, []).append(name.removeprefix("module."))
+    return found
 
 
 def _default_group() -> dist.ProcessGroup:
@@ -315,9 +318,7 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _error_in(
-    config: QSDPConfig, warmup_steps: int, error_feedback: bool, names: list[str]
-) -> str | None:
+def _error_in(config: QSDPConfig, warmup_steps: int, names: list[str]) -> str | None:
     """One line on what is wrong with the arguments; None if nothing is."""
     if not isinstance(config, QSDPConfig):
         return f'QuantizedDDPState takes a QSDPConfig, e.g. .preset("w32g8"), got {config!r}'
@@ -327,14 +328,22 @@ def _error_in(
                 f"DDP reduces gradients only: QSDPConfig({name}=...) must be None for "
                 f'QuantizedDDPState, as in QSDPConfig.preset("w32g8"), got {getattr(config, name)}'
             )
+    overrides = [override for _, override in config._override_pairs]
+    if any(override.weights is not None for override in overrides):
+        return (
+            "DDP reduces gradients only: in QSDPConfig(overrides=...) for QuantizedDDPState name "
+            "presets such as w32g4, or qsdp.Override(weights=None, gradients=...)"
+        )
+    quantizers = [config.gradients, *(override.gradients for override in overrides)]
+    if any(quantizer is not None and quantizer.learns for quantizer in quantizers):
+        return (
+            "QuantizedDDPState does not learn levels: set Quantizer(levels=...) to a table or "
+            'None, got "learned"'
+        )
     if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool) or warmup_steps < 0:
         return (
             "QuantizedDDPState(warmup_steps=...) must be an integer of at least 0, "
             f"got {warmup_steps!r}"
-        )
-    if not isinstance(error_feedback, bool):
-        return (
-            f"QuantizedDDPState(error_feedback=...) must be True or False, got {error_feedback!r}"
         )
     try:
         config.require_matches(names)

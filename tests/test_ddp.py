@@ -18,7 +18,6 @@ ON_THREE_RANKS = (
     "case_off_and_warmup_are_bitwise_ddp",
     "case_gradients_are_identical_and_within_the_bound",
     "case_bytes_counted_are_bytes_sent",
-    "case_saved_state_resumes",
 )
 
 
