@@ -104,7 +104,7 @@ def contrast(*, trials: int = 400, steps: int = 400) -> Part:
     for run in runs(sent_by_masters, "shift"):
         floor = masters_floor(CURVATURE, run.eta / target.smoothness, STEP)
         claims.append(level("masters, shift: falls", run, floor))
-    for eta in etas[1:]:
+    for eta in etas:
         claims += _stalls(eta)
     text = "E f - min f in the long run; references: formulas; for nearest, the level of shift"
     return Part(f"The contrast: falling eta at delta {STEP:g} (kappa 4)", text, claims)

@@ -85,7 +85,7 @@ def quadratic(curvature: torch.Tensor, *, noise: float = 0.0, seed: int = 0) -> 
     return Problem(name, beta, alpha, noise, minimiser, 0.0, loss, gradient, sample)
 
 
-def logistic(*, ridge: float = 0.5, part: float = 0.5) -> Problem:
+def logistic(*, ridge: float = 0.5, part: float = 0.5, columns: int = 30) -> Problem:
     """L2-regularised logistic regression on scikit-learn's breast cancer data (569 x 30).
 
     Features are standardised; the intercept is a feature and is regularised as well, so that
@@ -93,10 +93,13 @@ def logistic(*, ridge: float = 0.5, part: float = 0.5) -> Problem:
     at 1). An example's gradient is at most as long as its features, so
     ``sigma^2 = (1 - part) / (part N) * mean |features|^2`` at every point.
 
+    Args:
+        columns: how many of the 30 features to use, the first ones.
+
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
     """
-    features, sign = _breast_cancer()
+    features, sign = _breast_cancer(columns)
     count = len(features)
     signed = features * sign[:, None]
     largest = float(torch.linalg.eigvalsh(features.T @ features / count)[-1])
@@ -117,7 +120,7 @@ def logistic(*, ridge: float = 0.5, part: float = 0.5) -> Problem:
 
     minimiser = _newton(gradient, signed, ridge)
     return Problem(
-        name="logistic",
+        name="logistic" if columns == 30 else f"logistic {columns}",
         smoothness=largest / 4 + ridge,
         pl=ridge,
         noise=(1 - part) / (part * count) * float((features**2).sum(-1).mean()),
@@ -182,11 +185,11 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _breast_cancer() -> tuple[torch.Tensor, torch.Tensor]:
-    """Standardised features with a constant one (569, 31), and labels -1 or 1 (569,)."""
+def _breast_cancer(columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Standardised features with a constant one (569, columns + 1), and labels -1 or 1 (569,)."""
     datasets = importlib.import_module("sklearn.datasets")
     table, label = datasets.load_breast_cancer(return_X_y=True)
-    table = torch.from_numpy(table)
+    table = torch.from_numpy(table)[:, :columns]
     table = (table - table.mean(0)) / table.std(0, correction=0)
     features = torch.cat((table, torch.ones(len(table), 1, dtype=table.dtype)), dim=1)
     return features, torch.from_numpy(label).double() * 2 - 1
