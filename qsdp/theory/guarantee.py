@@ -108,8 +108,8 @@ def small_logistic_case(*, shifts: int = 500) -> Case:
 def best_coarse_excess(problem: Problem, step: float, *, shifts: int) -> torch.Tensor:
     """``f(x*_r) - min f`` for evenly spaced shifts r, by search: (shifts,).
 
-    Quadratic growth bounds how far the best point can be from the minimiser: no farther than a
-    point whose excess is that of the rounded minimiser. All points of a cube around it are tried.
+    The best point's excess is at most the rounded minimiser's, and by quadratic growth that bounds
+    its distance from the minimiser: all lattice points of a cube that holds the ball are tried.
     """
     r = (torch.arange(shifts, dtype=torch.float64) + 0.5) / shifts - 0.5
     nearest = torch.round(problem.minimiser / step - r[:, None])  # (shifts, dim)
