@@ -14,6 +14,7 @@ COMMANDS = {
     "train": ("qsdp.trainer.command", "pretrain or continue a language model"),
     "report": ("qsdp.trainer.report", "compare runs: a table and plots"),
     "sweep": ("qsdp.sweep.command", "train a grid of configurations and seeds, and compare"),
+    "tune": ("qsdp.tune.command", "choose the bits of every parameter for a budget"),
     "check": ("qsdp.check", "which kernels run here, and whether they match the reference"),
     "bench": ("qsdp.bench", "speed of the kernels beside a copy and what others offer"),
 }

@@ -1,0 +1,1 @@
+"""`qsdp tune`: bit widths for every parameter, from what quantizing each of them does."""

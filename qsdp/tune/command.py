@@ -1,0 +1,168 @@
+"""`qsdp tune RUN --bits B --out FILE`: choose the width of every parameter; write a --comm file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from transformers import PreTrainedModel
+
+from qsdp import QSDPConfig, Quantizer
+from qsdp.trainer.batches import batch_starts, windows
+from qsdp.trainer.checkpoint import complete_checkpoints
+from qsdp.trainer.command import read_config
+from qsdp.trainer.config import TrainConfig, embedded_comm
+from qsdp.trainer.model import build_model
+from qsdp.trainer.text import read_text
+from qsdp.trainer.tokenizer import encode_to_file, load_tokenizer, open_tokens, train_tokenizer
+from qsdp.tune.allocate import Item, average_bits, total_harm, within_budget, within_harm
+from qsdp.tune.measure import gradient_items, weight_items
+
+DIRECTIONS = ("weights", "gradients")
+
+
+def run(argv: list[str]) -> int:
+    """Exit status of `qsdp tune argv`. Raises ValueError and OSError on bad use."""
+    options = _parser().parse_args(argv)
+    base = _base(options.base)
+    config = read_config(options.run)
+    model = _trained_model(options.run, config)
+    named = dict(model.named_parameters())
+    chosen = {n: p for n, p in named.items() if base.quantizes((n,), p)}
+    batches = _batches(options.run, config, model, options.batches)
+    widths: dict[str, dict[str, int]] = {}
+    items: dict[str, list[Item]] = {}
+    for direction, measure in (("weights", weight_items), ("gradients", gradient_items)):
+        quantizer: Quantizer | None = getattr(base, direction)
+        if quantizer is None:
+            continue
+        items[direction] = measure(model, chosen, quantizer, batches)
+        if options.max_loss is not None and direction == "weights":
+            widths[direction] = within_harm(items[direction], options.max_loss)
+        else:
+            widths[direction] = within_budget(items[direction], options.bits)
+    if not widths:
+        raise ValueError("--base quantizes nothing: there is nothing to tune")
+    options.out.write_text(json.dumps(_config(base, widths), indent=1) + "\n")
+    console = Console()
+    if not console.is_terminal:
+        console.width = 100
+    console.print(_table(items, widths))
+    for direction, found in items.items():
+        uniform = {item.name: round(options.bits) for item in found}
+        unit = "nats" if direction == "weights" else "of the gradients"
+        console.print(
+            f"{direction}: {average_bits(found, widths[direction]):.2f} bits on average; expected "
+            f"harm {total_harm(found, widths[direction]):.4g} {unit}, uniform "
+            f"{round(options.bits)} bits {total_harm(found, uniform):.4g}",
+            highlight=False,
+        )
+    print(f"{options.out}: pass it to qsdp train --comm")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="qsdp tune",
+        description="Measure what quantizing each parameter of a model does; choose bit widths.",
+    )
+    add = parser.add_argument
+    add("run", type=Path, help="folder of a run with a checkpoint")
+    add("--bits", type=float, default=4.0, help="bits a value on average, each way; default 4")
+    add("--max-loss", type=float, help="for weights, in place of --bits: nats the loss may rise")
+    add("--base", default="w4g4", help="preset or JSON file whose quantizers get other widths")
+    add("--batches", type=int, default=4, help="batches of training text to measure on; default 4")
+    add("--out", type=Path, required=True, help="JSON file to write")
+    return parser
+
+
+def _base(name: str) -> QSDPConfig:
+    text = embedded_comm(name)
+    if not text.startswith("{"):
+        return QSDPConfig.preset(text)
+    content = json.loads(text)
+    content.pop("name")
+    return QSDPConfig.from_json(content)
+
+
+def _trained_model(run_folder: Path, config: TrainConfig) -> PreTrainedModel:
+    """The full-precision weights of the run's last checkpoint, on one process."""
+    found = complete_checkpoints(run_folder / "checkpoints")
+    if not found:
+        raise ValueError(f"{run_folder} holds no checkpoint: train with --checkpoint-every")
+    model = build_model(config, load_tokenizer(_tokenizer(run_folder, config)))
+    state: dict[str, Any] = {
+        "model." + name: parameter.data for name, parameter in model.named_parameters()
+    }
+    load(state, storage_reader=HuggingFaceStorageReader(str(found[-1])), no_dist=True)
+    return model
+
+
+def _tokenizer(run_folder: Path, config: TrainConfig) -> Path:
+    if config.dataset:
+        raise ValueError("qsdp tune measures on text files: this run streamed a data set")
+    given = config.tokenizer or config.model
+    return given or train_tokenizer(read_text(config), config.vocab_size, run_folder / "data")
+
+
+def _batches(
+    run_folder: Path, config: TrainConfig, model: PreTrainedModel, count: int
+) -> list[torch.Tensor]:
+    """Batches of the run's own training text, the first of its order."""
+    tokenizer = load_tokenizer(_tokenizer(run_folder, config))
+    path = encode_to_file(read_text(config).train, tokenizer, run_folder / "data")
+    tokens = open_tokens(path)
+    length = config.sequence_length
+    return [
+        windows(
+            tokens,
+            batch_starts(len(tokens), length, config.batch_size, seed=config.seed, step=step),
+            length,
+        )
+        for step in range(1, count + 1)
+    ]
+
+
+def _config(base: QSDPConfig, widths: dict[str, dict[str, int]]) -> dict[str, Any]:
+    """QSDPConfig's fields: the base, and an override for every parameter."""
+
+    def quantizer(direction: str, name: str) -> dict[str, Any] | None:
+        own: Quantizer | None = getattr(base, direction)
+        if own is None:
+            return None
+        return asdict(replace(own, bits=widths[direction][name]))
+
+    names = list(next(iter(widths.values())))
+    overrides = {name: {d: quantizer(d, name) for d in DIRECTIONS} for name in names}
+    return base.to_json() | {"overrides": overrides}
+
+
+def _table(items: dict[str, list[Item]], widths: dict[str, dict[str, int]]) -> Table:
+    shown = Table(
+        title="Chosen bits, and what 2 bits would do",
+        caption="weights: rise of the loss in nats; gradients: part that is lost, of all elements",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
+    )
+    shown.add_column("parameter", overflow="fold")
+    headers = ["elements"]
+    for direction in items:
+        headers += [direction, "at 2 bits"]
+    for header in headers:
+        shown.add_column(header, justify="right", no_wrap=True)
+    for place, item in enumerate(next(iter(items.values()))):
+        cells = [f"{item.numel:,}"]
+        for direction, found in items.items():
+            cells += [str(widths[direction][item.name]), f"{found[place].harm[2]:.2g}"]
+        shown.add_row(item.name, *cells)
+    return shown
