@@ -292,17 +292,24 @@ def round_to_lattice(
 
     The same rule and the same random bits as in a block, without extremes and without codes that
     must fit in a byte. ``nearest`` and ``stochastic`` give points of ``step * Z``; ``shift`` gives
-    points of ``step * (Z + shift)``, QSDP's random-shift quantizer (section 4, definition 1).
+    points of ``step * (Z + shift)``, QSDP's random-shift quantizer (section 4, definition 1), and
+    ``dither`` the same with one shift for every value.
 
     Args:
         x: (num_rows, numel) float64, finite, with ``|x| < 2^36 * step``; positions are rounded to
             65,536ths of a step.
         key: 64 bits; other keys, other draws. Rows draw independently.
-        per_value: one shift for every value, in place of one a row.
+        per_value: ``shift`` with one shift for every value, in place of one a row: ``dither``.
 
     Returns:
         A tensor like ``x``.
+
+    Raises:
+        ValueError: an unknown rounding.
     """
+    if rounding not in ("nearest", "stochastic", "shift", "dither"):
+        raise ValueError(f"round_to_lattice knows no rounding {rounding!r}")
+    shifted = rounding in ("shift", "dither")
     num_rows, numel = x.shape
     counter = (0, 0, torch.arange(num_rows, device=x.device))
     philox_key = (key & MASK32, key >> 32)
@@ -313,7 +320,7 @@ def round_to_lattice(
     else:
         r = random16_per_value(numel, counter, philox_key)
     lattice = round_positions(torch.round(x / step * FRACTION).to(torch.int64), r).to(x.dtype)
-    return step * (lattice + shift_of(r) if rounding == "shift" else lattice)
+    return step * (lattice + shift_of(r) if shifted else lattice)
 
 
 def level_thresholds(levels: tuple[float, ...]) -> torch.Tensor:
