@@ -333,7 +333,7 @@ def small_flags(text_file, *flags):
         "--nproc", "2", "--data", str(text_file), "--layers", "2", "--width", "66", "--heads", "2",
         "--vocab-size", "300", "--sequence-length", "32", "--batch-size", "8", "--dropout", "0.1",
         "--warmup-steps", "2", "--micro-batch-size", "2", "--eval-windows", "9", "--log-every", "1",
-        "--final-eval-windows", "21", *flags,
+        "--final-eval-windows", "21", "--prefetch", *flags,
     ]  # fmt: skip
 
 

@@ -133,6 +133,9 @@ class TrainConfig:
     """Precision in which FSDP2 hands over gradients to reduce; bf16 halves what stock sends."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward, block by block."""
+    prefetch: bool = False
+    """On CPUs, gather the next block's weights while this one computes, as GPUs always do; holds
+    one block more in memory."""
     compile: bool = False
     """torch.compile each block."""
 
