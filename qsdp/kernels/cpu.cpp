@@ -42,7 +42,7 @@ struct Span {
   int32_t rotated;    // the transform: groups of ROTATION values
   const float* levels;         // 2^bits numbers, or null for the uniform grid
   const int32_t* level_tree;   // thresholds as quantize_few_levels wants them, up to 4 bits
-  const uint8_t* level_codes;  // the code of each of the 65537 positions on the grid, from 5 bits on
+  const uint8_t* level_codes;  // the code of each of the 65537 positions, from 5 bits on
 };
 
 struct Layout {
@@ -78,6 +78,7 @@ constexpr int ROTATION = 32;    // values of a segment that are rotated together
 constexpr int ROTATED = 4096;   // rotated values of a block that are kept: 16 KiB, half of an L1
 constexpr int META_ALIGNMENT = 4;
 constexpr int MAX_PLANES = 3;
+constexpr int BATCH = 8;    // blocks that go through a kernel stage by stage: none waits for another
 constexpr int MAX_TREE_BITS = 4;  // 8 nodes at the last depth: one vector of AVX2
 
 constexpr float HUGE_VALUE = 0x1p126f;
@@ -129,7 +130,7 @@ struct BlockStream {
   uint64_t round0_c2, round1_c0, round1_c2, round2_c2;
   uint64_t k0[10], k1[10];
 
-  BlockStream(const Counter& at, const PhiloxKey& key) {
+  void start(const Counter& at, const PhiloxKey& key) {
     for (uint32_t round = 0; round < 10; round++) {
       k0[round] = key.k0 + round * WEYL[0];
       k1[round] = key.k1 + round * WEYL[1];
@@ -218,7 +219,7 @@ INLINE float up_to_bfloat16(float x) {  // x >= 0
 
 // Steps 2 and 5 of [Note: quantizing a block] in reference.py, as block_grid has them. `shift` is
 // r, or negative for none.
-Plan plan_block(const Extremes& x, const Span& span, int32_t shift) {
+INLINE Plan plan_block(const Extremes& x, const Span& span, int32_t shift) {
   const float top = float(span.steps);
   float lo = x.lo + 0.0f, hi = x.hi + 0.0f;
   if (span.symmetric) {
@@ -257,36 +258,47 @@ INLINE int64_t meta_bytes(const Span& span) {
   return (span.symmetric ? 1 : 2) * (span.short_meta ? 2 : 4);
 }
 
+// Through words and not through an array: what was stored in parts must not be loaded as a whole
+// at once, which waits for the stores.
 INLINE void write_meta(const Span& span, float scale, float offset, uint8_t* meta) {
-  const uint32_t words[2] = {bit_cast<uint32_t>(scale), bit_cast<uint32_t>(offset)};
-  const uint16_t halves[2] = {uint16_t(words[0] >> 16), uint16_t(words[1] >> 16)};
-  const char* from = span.short_meta ? reinterpret_cast<const char*>(halves)
-                                     : reinterpret_cast<const char*>(words);
-  memcpy(meta, from, size_t(meta_bytes(span)));
+  const uint32_t s = bit_cast<uint32_t>(scale), o = bit_cast<uint32_t>(offset);
+  if (span.short_meta) {
+    const uint32_t pair = s >> 16 | (o & 0xffff0000);
+    memcpy(meta, &pair, 2);
+    if (!span.symmetric) memcpy(meta, &pair, 4);
+  } else {
+    const uint64_t pair = s | uint64_t(o) << 32;
+    memcpy(meta, &pair, 4);
+    if (!span.symmetric) memcpy(meta, &pair, 8);
+  }
 }
 
 struct Meta {
   float scale, offset;
 
-  Meta(const Span& span, const uint8_t* meta) {
-    uint32_t words[2] = {};
+  INLINE Meta(const Span& span, const uint8_t* meta) {
+    scale = number(span, meta, 0);
+    offset = span.symmetric ? -(__builtin_fabsf(scale) * (float(span.steps) * 0.5f))
+                            : number(span, meta, 1);
+  }
+
+  static INLINE float number(const Span& span, const uint8_t* meta, int which) {
+    uint32_t word;
+    uint16_t half;
     if (span.short_meta) {
-      uint16_t halves[2] = {};
-      memcpy(halves, meta, span.symmetric ? 2 : 4);
-      words[0] = uint32_t(halves[0]) << 16, words[1] = uint32_t(halves[1]) << 16;
-    } else {
-      memcpy(words, meta, span.symmetric ? 4 : 8);
+      memcpy(&half, meta + 2 * which, sizeof half);
+      return bit_cast<float>(uint32_t(half) << 16);
     }
-    scale = bit_cast<float>(words[0]), offset = bit_cast<float>(words[1]);
-    if (span.symmetric) offset = -(__builtin_fabsf(scale) * (float(span.steps) * 0.5f));
+    memcpy(&word, meta + 4 * which, sizeof word);
+    return bit_cast<float>(word);
   }
 };
 
 // Dither draws from what encoder and decoder both know of a block: the row is not part of it.
-INLINE BlockStream dither_stream(const Span& span, uint32_t block, uint32_t segment, float scale,
-                                 float offset) {
+INLINE void start_dither(BlockStream& stream, const Span& span, uint32_t block, uint32_t segment,
+                         float scale, float offset) {
   const uint32_t sent_offset = span.symmetric ? 0 : bit_cast<uint32_t>(offset);
-  return BlockStream({block, segment, 0}, {bit_cast<uint32_t>(scale), sent_offset});
+  stream.start({block, segment, 0}, {bit_cast<uint32_t>(scale), sent_offset});
 }
 
 // Calls body(row, span index, first block, last block) for all blocks whose first value has its
@@ -481,7 +493,7 @@ namespace QSDP_NAMESPACE {
 
 constexpr int LANES = QSDP_LANES;
 constexpr int GROUP = 4 * LANES;  // values narrowed to bytes together
-constexpr int CHAINS = LANES == 8 ? 2 : 4;  // vectors of Philox in flight: one would wait for itself
+constexpr int CHAINS = LANES == 8 ? 2 : 4;  // Philox vectors in flight: one would wait for itself
 constexpr int REFILL = maximum(CHUNK, 8 * CHAINS * LANES / 2);  // values served by one refill
 static_assert(REFILL == CHUNK || 8 * CHAINS / 2 * LANES / 2 == CHUNK, "half the chains: a chunk");
 
@@ -670,7 +682,8 @@ INLINE void narrow_to_bytes(const Ints v[4], uint8_t limit, uint8_t* to) {
 }
 #else
 INLINE void narrow_to_bytes(const Ints v[4], uint8_t limit, uint8_t* to) {
-  for (int i = 0; i < GROUP; i++) to[i] = uint8_t(maximum(0, minimum(v[i / LANES][i % LANES], limit)));
+  for (int i = 0; i < GROUP; i++)
+    to[i] = uint8_t(maximum(0, minimum(v[i / LANES][i % LANES], limit)));
 }
 #endif
 INLINE Ints widen_bytes(const uint8_t* from) {
@@ -1059,21 +1072,25 @@ struct Philox {
   }
 };
 
-// Random bits of CHAINS * LANES / 2 neighbouring counters. `r` is that of the first one's first
-// value. Its own function without a loop over counters: inlined into one, its keys leave the
-// registers.
-template <int CHAINS>
-__attribute__((noinline)) void random16(const BlockStream& stream, uint64_t counter, int32_t* r) {
+// Random bits of CHAINS * LANES / 2 counters from `counter` on, `r` being that of its first value;
+// with TWO, of half as many of two streams, a chunk each. Its own function without a loop over
+// counters: inlined into one, its keys leave the registers.
+template <int CHAINS, bool TWO>
+__attribute__((noinline)) void random16(const BlockStream& stream, const BlockStream& second,
+                                        uint64_t counter, int32_t* r) {
   Philox chain[CHAINS];  // even counters, odd counters, the next even ones
+  const auto of = [&](int i) -> const BlockStream& {
+    return TWO && i >= CHAINS / 2 ? second : stream;
+  };
 #pragma GCC unroll 4
   for (int i = 0; i < CHAINS; i++)
-    chain[i].rounds_0_and_1(stream, counter + uint64_t(i / 2 * LANES + i % 2));
+    chain[i].rounds_0_and_1(of(i), counter + uint64_t(TWO ? i % 2 : i / 2 * LANES + i % 2));
 #pragma GCC unroll 4
-  for (int i = 0; i < CHAINS; i++) chain[i].round_2(stream);
+  for (int i = 0; i < CHAINS; i++) chain[i].round_2(of(i));
 #pragma GCC unroll 7
   for (int round = 3; round < 10; round++)
 #pragma GCC unroll 4
-    for (int i = 0; i < CHAINS; i++) chain[i].round(stream.k0[round], stream.k1[round]);
+    for (int i = 0; i < CHAINS; i++) chain[i].round(of(i).k0[round], of(i).k1[round]);
 #pragma GCC unroll 2
   for (int i = 0; i < CHAINS; i += 2) {
     const Words words[4] = {
@@ -1092,9 +1109,17 @@ __attribute__((noinline)) void random16(const BlockStream& stream, uint64_t coun
 // [Note: where the random bits come from].
 INLINE void random16_per_value(int64_t at, int64_t n, const BlockStream& stream, int32_t* r) {
   if (REFILL > CHUNK && n <= CHUNK)
-    return random16<CHAINS / 2>(stream, uint64_t(at / 8), r);
+    return random16<CHAINS / 2, false>(stream, stream, uint64_t(at / 8), r);
   for (int first = 0; first < REFILL / 8; first += CHAINS * LANES / 2)
-    random16<CHAINS>(stream, uint64_t(at / 8 + first), r + first / 16 * CHUNK + first % 16);
+    random16<CHAINS, false>(stream, stream, uint64_t(at / 8 + first),
+                            r + first / 16 * CHUNK + first % 16);
+}
+
+// r of the first chunks of two blocks.
+INLINE void random16_of_two(const BlockStream& first, const BlockStream& second, int32_t* r) {
+  if (REFILL > CHUNK) return random16<CHAINS, true>(first, second, 0, r);
+  random16_per_value(0, CHUNK, first, r);
+  random16_per_value(0, CHUNK, second, r + CHUNK);
 }
 
 // q of LANES values: the position on the grid with 16 fractional bits. Roundings may take it a
@@ -1168,6 +1193,7 @@ struct Source {
   const Plan& plan;
   const BlockStream* stream;  // of each value's r, or null, and then
   int32_t shift;              // r of all values
+  const int32_t* drawn;       // each value's r if the stream was read before, or null
 };
 
 // Codes of CHUNK values of a block from value `at` on, of which `n` values are left. `r` keeps
@@ -1180,6 +1206,8 @@ INLINE void quantize(const char* x, int64_t at, int64_t n, const Source& source,
     quantize_few_levels<T>(x, source.plan, span.level_tree, span.bits, codes);
   } else if (span.levels) {
     quantize_many_levels<T>(x, source.plan, span.level_codes, codes);
+  } else if (source.drawn) {
+    quantize_uniform<true, T>(x, source.plan, source.drawn, codes);
   } else if (source.stream) {
     if (at % REFILL == 0) random16_per_value(at, n, *source.stream, r);
     quantize_uniform<true, T>(x, source.plan, r + at % REFILL, codes);
@@ -1233,50 +1261,36 @@ INLINE void quantize_block(const char* x, int64_t begin, int64_t end, const Sour
   }
 }
 
-// Where a block comes from and goes to.
-struct Block {
-  const Span& span;
-  Counter counter;
-  int64_t n;
-  const Planes& planes;
-  uint8_t* meta;
-  uint8_t* codes;
+// What the codes of a block follow from, beside its values.
+struct Draft {
+  Plan plan;
+  BlockStream stream;  // where each value has its own r
+  int32_t shift;       // r of all values otherwise
+  bool finite;
 };
 
-// Plans a block, writes its scale and offset and calls body(source), which writes its codes.
-template <class Body>
-INLINE void with_source(const EncodeJob& job, const Block& block, const Extremes& extremes,
-                        const Body& body) {
-  const Span& span = block.span;
+INLINE bool draws_per_value(const Span& span) {
+  return span.rounding == STOCHASTIC || span.rounding == DITHER;
+}
+
+// Drafts a block and writes its scale and offset.
+INLINE void draft_block(const EncodeJob& job, const Span& span, const Counter& counter,
+                        const Extremes& extremes, Draft& draft, uint8_t* meta) {
+  draft.finite = extremes.finite;
   if (!extremes.finite) {
+    draft.stream.start({}, {});  // it is read, for nothing
     const float nan = bit_cast<float>(NAN_BITS);
-    write_meta(span, nan, nan, block.meta);
-    memset(block.codes, 0, size_t(block.planes.bytes));
-    return;
+    return write_meta(span, nan, nan, meta);
   }
   const PhiloxKey key = {uint32_t(job.key), uint32_t(job.key >> 32) ^ extremes.content};
   const bool shifted = span.rounding == SHIFT;
-  const int32_t shift = shifted ? int32_t(philox_word0(block.counter, key) & 0xffff) : -1;
-  const Plan plan = plan_block(extremes, span, shift);
-  write_meta(span, plan.scale, plan.offset, block.meta);
-  if (span.rounding == NEAREST || shifted) {
-    body(Source{span, plan, nullptr, shifted ? shift : 32768});
-    return;
-  }
-  const BlockStream stream = span.rounding == STOCHASTIC
-                                 ? BlockStream(block.counter, key)
-                                 : dither_stream(span, block.counter.block, block.counter.segment,
-                                                 plan.scale, plan.offset);
-  body(Source{span, plan, &stream, 0});
-}
-
-template <class T>
-INLINE void encode_block(const EncodeJob& job, const Block& block, const char* x) {
-  const bool content = block.span.rounding == STOCHASTIC || block.span.rounding == SHIFT;
-  const Extremes extremes = content ? scan<true, T>(x, block.n) : scan<false, T>(x, block.n);
-  with_source(job, block, extremes, [&](const Source& source) {
-    quantize_block<T>(x, 0, block.n, source, block.planes, block.codes);
-  });
+  draft.shift = shifted ? int32_t(philox_word0(counter, key) & 0xffff) : 32768;
+  const Plan plan = plan_block(extremes, span, shifted ? draft.shift : -1);
+  draft.plan = plan;
+  write_meta(span, plan.scale, plan.offset, meta);
+  if (span.rounding == STOCHASTIC) draft.stream.start(counter, key);
+  if (span.rounding == DITHER)
+    start_dither(draft.stream, span, counter.block, counter.segment, plan.scale, plan.offset);
 }
 
 // `n` values, up to ROTATED, as float32; but for a rest of less than ROTATION, rotated.
@@ -1298,24 +1312,81 @@ INLINE void rotate(const char* x, int64_t n, float* y) {
   }
 }
 
-// The same as encode_block for rotated values. Those of a large block are computed twice.
+// Rotates a block and scans it. The last ROTATED values stay in y.
 template <class T>
-void encode_rotated_block(const EncodeJob& job, const Block& block, const char* x) {
-  alignas(64) float y[ROTATED];
-  const char* rotated = reinterpret_cast<const char*>(y);
+INLINE Extremes rotate_and_scan(const char* x, int64_t n, float* y) {
   Extremes extremes = {__builtin_inff(), -__builtin_inff(), 0, true};
-  for (int64_t at = 0; at < block.n; at += ROTATED) {
-    const int64_t count = minimum(block.n - at, ROTATED);
+  for (int64_t at = 0; at < n; at += ROTATED) {
+    const int64_t count = minimum(n - at, ROTATED);
     rotate<T>(x + at * T::SIZE, count, y);
-    extremes.join(scan<true, Float32>(rotated, count));
+    extremes.join(scan<true, Float32>(reinterpret_cast<const char*>(y), count));
   }
-  with_source(job, block, extremes, [&](const Source& source) {
-    for (int64_t at = 0; at < block.n; at += ROTATED) {
-      const int64_t count = minimum(block.n - at, ROTATED);
-      if (block.n > ROTATED) rotate<T>(x + at * T::SIZE, count, y);
-      quantize_block<Float32>(rotated, at, at + count, source, block.planes, block.codes);
-    }
-  });
+  return extremes;
+}
+
+// Codes of a rotated block; of one that is larger than y, with its values rotated once more.
+template <class T>
+INLINE void quantize_rotated(const char* x, int64_t n, const Source& source, const Planes& planes,
+                             float* y, uint8_t* codes) {
+  for (int64_t at = 0; at < n; at += ROTATED) {
+    const int64_t end = minimum(n, at + ROTATED);
+    if (n > ROTATED) rotate<T>(x + at * T::SIZE, end - at, y);
+    quantize_block<Float32>(reinterpret_cast<const char*>(y), at, end, source, planes, codes);
+  }
+}
+
+// Neighbouring blocks of a row: where they come from and go to.
+struct Blocks {
+  const Span& span;
+  Counter first;
+  int64_t count;
+  int64_t numel;  // of all of them; only the segment's last block is shorter than the others
+  const char* x;
+  uint8_t* meta;
+  uint8_t* codes;
+};
+
+// Up to BATCH blocks. Rotated ones have at most ROTATED values together, or there is one alone,
+// whose rotated values are computed twice.
+template <class T>
+INLINE void encode_blocks(const EncodeJob& job, const Blocks& blocks, const Planes& full,
+                          const Planes& rest) {
+  const Span& span = blocks.span;
+  const int64_t size = span.block_size, meta_size = meta_bytes(span);
+  const bool content = span.rounding == STOCHASTIC || span.rounding == SHIFT;
+  alignas(64) float y[ROTATED];
+  Draft drafts[BATCH];
+  for (int64_t k = 0; k < blocks.count; k++) {
+    const int64_t n = minimum(size, blocks.numel - k * size);
+    const char* x = blocks.x + k * size * T::SIZE;
+    const Extremes extremes = span.rotated ? rotate_and_scan<T>(x, n, y + k * size)
+                              : content    ? scan<true, T>(x, n)
+                                           : scan<false, T>(x, n);
+    const Counter counter = {blocks.first.block + uint32_t(k), blocks.first.segment,
+                             blocks.first.row};
+    draft_block(job, span, counter, extremes, drafts[k], blocks.meta + k * meta_size);
+  }
+  alignas(64) int32_t r[BATCH * CHUNK];
+  const bool drawn = draws_per_value(span) && size <= CHUNK;
+  for (int64_t k = 0; drawn && k < blocks.count; k += 2) {
+    const int64_t second = minimum(k + 1, blocks.count - 1);
+    random16_of_two(drafts[k].stream, drafts[second].stream, r + k * CHUNK);
+  }
+  for (int64_t k = 0; k < blocks.count; k++) {
+    const int64_t n = minimum(size, blocks.numel - k * size);
+    const Planes& planes = n == size ? full : rest;
+    const Draft& draft = drafts[k];
+    const char* x = blocks.x + k * size * T::SIZE;
+    uint8_t* codes = blocks.codes + k * full.bytes;
+    const Source source = {span, draft.plan, draws_per_value(span) ? &draft.stream : nullptr,
+                           draft.shift, drawn ? r + k * CHUNK : nullptr};
+    if (!draft.finite)
+      memset(codes, 0, size_t(planes.bytes));
+    else if (!span.rotated)
+      quantize_block<T>(x, 0, n, source, planes, codes);
+    else
+      quantize_rotated<T>(x, n, source, planes, y + k * size, codes);
+  }
 }
 
 template <class T>
@@ -1330,22 +1401,23 @@ void encode_values(const EncodeJob& job, int64_t begin, int64_t end) {
              size_t((last - first) * T::SIZE));
       return;
     }
-    const int64_t size = span.block_size, meta_size = meta_bytes(span);
+    const int64_t size = span.block_size;
     const Planes full(span.bits, size), rest(span.bits, span.numel % size);
-    for (int64_t block = first; block < last; block++) {
-      const int64_t n = minimum(size, span.numel - block * size);
+    const int64_t batch = maximum(1, minimum(BATCH, TILE / size));
+    for (int64_t block = first; block < last; block += batch) {
       const Counter counter = {uint32_t(block), uint32_t(index), uint32_t(job.first_row + row)};
-      const Planes& planes = n == size ? full : rest;
-      const Block where = {span, counter, n, planes, to + span.meta_offset + meta_size * block,
-                           to + span.data_offset + block * full.bytes};
-      if (span.rotated)
-        encode_rotated_block<T>(job, where, x + block * size * T::SIZE);
-      else
-        encode_block<T>(job, where, x + block * size * T::SIZE);
+      const int64_t count = minimum(batch, last - block);
+      const int64_t numel = minimum(count * size, span.numel - block * size);
+      encode_blocks<T>(job,
+                       {span, counter, count, numel, x + block * size * T::SIZE,
+                        to + span.meta_offset + meta_bytes(span) * block,
+                        to + span.data_offset + full.bytes * block},
+                       full, rest);
     }
-    if (last * size >= span.numel) {  // this thread has the segment's last block: it pads
-      uint8_t* meta = to + span.meta_offset + meta_size * last;
-      memset(meta, 0, size_t(divide_up(meta_size * last, META_ALIGNMENT) * META_ALIGNMENT - meta_size * last));
+    if (last * size >= span.numel) {  // with the segment's last block go the zeros behind its meta
+      const int64_t used = meta_bytes(span) * last;
+      memset(to + span.meta_offset + used, 0,
+             size_t(divide_up(used, META_ALIGNMENT) * META_ALIGNMENT - used));
     }
   });
 }
@@ -1433,7 +1505,7 @@ INLINE void dequantize(Sink sink, const Grid& grid, const Meta& meta, int64_t ro
   dequantize<Sink::ADD>(grid, meta, rotated, to);
 }
 
-// Where a tile of one row comes from: values `at` to `at + n` of a block.
+// What is decoded together: values `at` to `at + n` of a block, or several whole blocks.
 struct Tile {
   const Span& span;
   const Planes& planes;
@@ -1441,23 +1513,21 @@ struct Tile {
   int64_t at, n;
 };
 
-// A tile of one row to `to`; nobody cares what comes behind it up to a whole chunk. `last`: of
-// the rows that are added, so that the sum has to be rotated back.
-INLINE void decode_tile(const Tile& tile, const uint8_t* wire_meta, const uint8_t* packed,
-                        Sink sink, bool last, char* to) {
-  const Span& span = tile.span;
-  const Meta meta(span, wire_meta);
+// A part of a block of one row to `to`; nobody cares what comes behind it up to a whole chunk.
+// `drawn`: each value's r, or null. `rotate`: back, the sum if there is one.
+INLINE void decode_part(const Tile& part, const Meta& meta, const uint8_t* packed,
+                        const int32_t* drawn, Sink sink, bool rotate, char* to) {
+  const Span& span = part.span;
   alignas(64) uint8_t buffer[CHUNK];
   const auto chunks = [&](const auto& decode_chunk) {
-    for (int64_t i = 0; i < tile.n; i += CHUNK) {
-      const int64_t count = minimum(tile.n - i, CHUNK);
-      const uint8_t* codes = packed + tile.at + i;
-      if (tile.planes.width[0] != 8 || count < CHUNK) {
-        unpack(packed, count, tile.planes, tile.at + i, buffer);
+    for (int64_t i = 0; i < part.n; i += CHUNK) {
+      const int64_t count = minimum(part.n - i, CHUNK);
+      const uint8_t* codes = packed + part.at + i;
+      if (part.planes.width[0] != 8 || count < CHUNK) {
+        unpack(packed, count, part.planes, part.at + i, buffer);
         codes = buffer;
       }
-      const int64_t rotated = span.rotated && last ? count / ROTATION * ROTATION : 0;
-      decode_chunk(codes, i, rotated);
+      decode_chunk(codes, i, rotate ? count / ROTATION * ROTATION : 0);
     }
   };
   if (span.levels) {
@@ -1468,17 +1538,48 @@ INLINE void decode_tile(const Tile& tile, const uint8_t* wire_meta, const uint8_
       dequantize(sink, LevelGrid{grid}, meta, rotated, to + 4 * i);
     });
   } else if (span.rounding == DITHER) {
-    const BlockStream stream =
-        dither_stream(span, tile.block, tile.segment, meta.scale, meta.offset);
+    BlockStream stream;
+    if (!drawn) start_dither(stream, span, part.block, part.segment, meta.scale, meta.offset);
     alignas(64) int32_t r[REFILL];
     chunks([&](const uint8_t* codes, int64_t i, int64_t rotated) {
-      if (i % REFILL == 0) random16_per_value(tile.at + i, tile.n - i, stream, r);
-      dequantize(sink, DitherGrid{codes, r + i % REFILL}, meta, rotated, to + 4 * i);
+      if (!drawn && i % REFILL == 0) random16_per_value(part.at + i, part.n - i, stream, r);
+      const int32_t* own = drawn ? drawn : r + i % REFILL;
+      dequantize(sink, DitherGrid{codes, own}, meta, rotated, to + 4 * i);
     });
   } else {
     chunks([&](const uint8_t* codes, int64_t i, int64_t rotated) {
       dequantize(sink, CodeGrid{codes}, meta, rotated, to + 4 * i);
     });
+  }
+}
+
+// A tile of one row.
+INLINE void decode_tile(const Tile& tile, const uint8_t* wire_meta, const uint8_t* packed,
+                        Sink sink, bool rotate, char* to) {
+  const Span& span = tile.span;
+  const int64_t size = span.block_size, meta_size = meta_bytes(span);
+  if (tile.n <= size) {
+    const Meta meta(span, wire_meta);
+    return decode_part(tile, meta, packed, nullptr, sink, rotate, to);
+  }
+  const int64_t count = tile.n / size;
+  const bool in_pairs = span.rounding == DITHER && size == CHUNK && !span.levels;
+  alignas(64) int32_t r[2 * CHUNK];
+  for (int64_t k = 0; k < count; k++) {
+    const Meta meta(span, wire_meta + k * meta_size);
+    if (in_pairs && k % 2 == 0) {
+      BlockStream streams[2];
+      for (int64_t i = 0; i < 2; i++) {
+        const int64_t which = minimum(k + i, count - 1);
+        const Meta own(span, wire_meta + which * meta_size);
+        start_dither(streams[i], span, tile.block + uint32_t(which), tile.segment, own.scale,
+                     own.offset);
+      }
+      random16_of_two(streams[0], streams[1], r);
+    }
+    const Tile part = {span, tile.planes, tile.block + uint32_t(k), tile.segment, 0, size};
+    decode_part(part, meta, packed + k * tile.planes.bytes,
+                in_pairs ? r + k % 2 * CHUNK : nullptr, sink, rotate, to + 4 * k * size);
   }
 }
 
@@ -1544,14 +1645,14 @@ INLINE void decode_one(const DecodeJob& job, int64_t output, const Tile& tile, i
   const bool aligned = reinterpret_cast<uintptr_t>(out) % 64 == 0;
   if (job.plain && span.bits && tile.n % CHUNK == 0 && (aligned || !job.streaming)) {
     const Sink sink = job.streaming ? Sink::STREAM : Sink::WRITE;
-    return decode_tile(tile, meta, codes, sink, true, out);
+    return decode_tile(tile, meta, codes, sink, span.rotated, out);
   }
   alignas(64) float sum[TILE];
   for (int64_t i = 0; i < job.rows_per_output; i++) {
     const int64_t skip = i * layout.row_bytes;
     if (span.bits)
       decode_tile(tile, meta + skip, codes + skip, i ? Sink::ADD : Sink::WRITE,
-                  i == job.rows_per_output - 1, reinterpret_cast<char*>(sum));
+                  span.rotated && i == job.rows_per_output - 1, reinterpret_cast<char*>(sum));
     else
       widen_tile(layout.dtype,
                  reinterpret_cast<const char*>(row + span.data_offset + skip) +
@@ -1573,12 +1674,17 @@ void decode(const DecodeJob& job, int64_t begin, int64_t end) {
         decode_one(job, output, {span, full, 0, segment, at, minimum(last - at, TILE)}, 0);
       return;
     }
-    for (int64_t block = first; block < last; block++) {
-      const int64_t n = minimum(size, span.numel - block * size);
-      const Planes& planes = n == size ? full : rest;
+    const bool whole_chunks = size % CHUNK == 0;  // or one block would write into the next
+    const int64_t batch = whole_chunks ? maximum(1, TILE / size) : 1;
+    for (int64_t block = first; block < last;) {
+      const int64_t left = span.numel - block * size;
+      const int64_t count = maximum(1, minimum(minimum(batch, last - block), left / size));
+      const int64_t n = minimum(count * size, left);
+      const Planes& planes = n < size ? rest : full;
       for (int64_t at = 0; at < n; at += TILE)
         decode_one(job, output,
                    {span, planes, uint32_t(block), segment, at, minimum(n - at, TILE)}, full.bytes);
+      block += count;
     }
   });
 #if defined(__x86_64__)
