@@ -134,8 +134,8 @@ def reduce_scatter_quantized(
             check_if_asked(wire_out, layout, group)
             backend.decode_sum(wire_out, layout, output, multiply=multiply, divide=divide)
 
-    work = dist.all_to_all_single(wire_out.view(-1), wire_in.view(-1), group=group, async_op=True)
-    return complete([work], finish, async_op, meter, device)
+    works = exchange_parts(wire_out, wire_in, rank, group)
+    return complete(works, finish, async_op, meter, device)
 
 
 def all_reduce_quantized(
@@ -293,11 +293,43 @@ def exchange_rows(wire: torch.Tensor, rank: int, group: dist.ProcessGroup) -> li
     if dist.get_backend(group) != dist.Backend.GLOO:
         return [dist.all_gather_single(wire.view(-1), wire[rank], group=group, async_op=True)]
     # gloo's all-gather moves a third of what its point-to-point transfers of the same bytes do
-    # (docs/design.md, "Transport"). Each rank starts with its right neighbour to spread the load.
+    # (docs/design.md, "Transport").
+    return _swap_with_all(wire, wire[rank].expand_as(wire), rank, group, tag=0)
+
+
+def exchange_parts(
+    output: torch.Tensor, input: torch.Tensor, rank: int, group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """Start an all-to-all of rows: row i of ``input`` goes to rank i, ``output`` gets one of each.
+
+    Args:
+        output: (num_ranks, row_bytes) uint8, contiguous; complete once the returned works are
+            waited.
+        input: the same shape; must not change before.
+    """
+    if dist.get_backend(group) != dist.Backend.GLOO or input.numel() == 0:
+        return [dist.all_to_all_single(output.view(-1), input.view(-1), group=group, async_op=True)]
+    output[rank].copy_(input[rank])
+    return _swap_with_all(output, input, rank, group, tag=1)
+
+
+def _swap_with_all(
+    into: torch.Tensor, out: torch.Tensor, rank: int, group: dist.ProcessGroup, *, tag: int
+) -> list[dist.Work]:
+    """Point to point on gloo: ``out[i]`` to rank i, its row to ``into[i]``, for all others at once.
+
+    Each rank starts with its right neighbour to spread the load. Receives are posted before sends:
+    gloo announces a receive over the connection that carries the data, and behind a send that fills
+    it the announcement waits until the send is through, so that the two directions take turns.
+    """
+    num_ranks = into.shape[0]
     peers = [(rank + step) % num_ranks for step in range(1, num_ranks)]
-    sends = [dist.P2POp(dist.isend, wire[rank], group=group, group_peer=p) for p in peers]
-    receives = [dist.P2POp(dist.irecv, wire[p], group=group, group_peer=p) for p in peers]
-    return dist.batch_isend_irecv(sends + receives)
+    ops = [
+        dist.P2POp(op, rows[p], group=group, group_peer=p, tag=tag)
+        for op, rows in ((dist.irecv, into), (dist.isend, out))
+        for p in peers
+    ]
+    return dist.batch_isend_irecv(ops) if ops else []
 
 
 def seal_if_asked(wire: torch.Tensor, layout: WireLayout) -> None:

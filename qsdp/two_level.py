@@ -17,6 +17,7 @@ from qsdp.buffers import pool
 from qsdp.collectives import (
     ReduceOp,
     check_if_asked,
+    exchange_parts,
     exchange_rows,
     reduce_factors,
     seal_if_asked,
@@ -153,7 +154,10 @@ def reduce_scatter_two_level(
         to_places = rows.view(num_nodes, per_node, row).transpose(0, 1).contiguous()
     with meter.phase("network", device):
         from_places = torch.empty_like(to_places)
-        dist.all_to_all_single(from_places.view(-1), to_places.view(-1), group=nodes.intra)
+        for work in exchange_parts(
+            from_places.view(per_node, -1), to_places.view(per_node, -1), place, nodes.intra
+        ):
+            work.wait()
     with meter.phase("decode", device):
         for target, parts in zip(sums, from_places.transpose(0, 1).contiguous(), strict=True):
             check_if_asked(parts, intra_layout, nodes.intra)
@@ -165,7 +169,8 @@ def reduce_scatter_two_level(
         seal_if_asked(to_nodes, inter_layout)
     with meter.phase("network", device):
         from_nodes = torch.empty_like(to_nodes)
-        dist.all_to_all_single(from_nodes.view(-1), to_nodes.view(-1), group=nodes.inter)
+        for work in exchange_parts(from_nodes, to_nodes, node, nodes.inter):
+            work.wait()
     with meter.phase("decode", device):
         check_if_asked(from_nodes, inter_layout, nodes.inter)
         backend.decode_sum(from_nodes, inter_layout, output, multiply=multiply, divide=divide)

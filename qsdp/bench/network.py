@@ -26,7 +26,7 @@ from qsdp.bench.hosts import INTERFACE, Hosts, require_privileges
 from qsdp.bench.remote import Control
 
 GBPS = (None, 10.0, 1.0, 0.5, 0.2, 0.1, 0.05)
-FLAT_GBPS = (None, 0.5, 0.2, 0.1)
+FLAT_GBPS = (None, 0.2, 0.1)
 VARIANTS = ("stock-fp32", "stock-bf16", "qsdp-fp32", "w8g8", "w4g4")
 FLAT_VARIANTS = ("stock-fp32", "w8g8-flat", "w8g8")
 LAYOUTS = ("2x1", "2x2")
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--layout", nargs="+", metavar="HxR", default=LAYOUTS, type=_layout,
         help="hosts (2 to 4) x ranks on each; default 2x1 2x2")  # fmt: skip
     add("--gbps", nargs="+", type=_gbps, metavar="G", help="limits in Gbit/s, none for no limit; "
-        "default none 10 1 .5 .2 .1 .05, and with several ranks a host none .5 .2 .1")  # fmt: skip
+        "default none 10 1 .5 .2 .1 .05, and with several ranks a host none .2 .1")  # fmt: skip
     add(
         "--variants",
         nargs="+",
