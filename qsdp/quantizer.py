@@ -11,7 +11,7 @@ from qsdp.kernels import VALUE_DTYPES, backend_for
 from qsdp.wire import Segment, WireLayout, wire_layout
 
 Rounding = Literal["nearest", "stochastic", "shift", "dither"]
-Scaling = Literal["minmax", "symmetric"]
+Scaling = Literal["minmax", "symmetric", "norm"]
 ScaleDtype = Literal["float32", "bfloat16"]
 Transform = Literal["hadamard"]
 
@@ -38,7 +38,9 @@ class Quantizer:
             :func:`qsdp.apply_qsdp` learns for every parameter; until then, and in
             :meth:`encode`, it is the uniform grid.
         scaling: ``minmax``, from the block's lowest value to its highest, or ``symmetric``: no
-            offset is sent, zero decodes to zero, and there is one step less.
+            offset is sent, zero decodes to zero, and there is one step less; with ``stochastic``
+            this is QSGD with max-norm scaling. ``norm`` is QSGD's own scaling by the 2-norm, for
+            comparison: most codes of a large block are zero, and no native kernel has it.
         scale_dtype: of scales and offsets on the wire. ``bfloat16`` halves them and makes steps up
             to 1/64 wider: for small blocks.
         transform: ``hadamard`` rotates every 32 values, which spreads outliers.

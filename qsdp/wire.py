@@ -13,7 +13,7 @@ Codes of one block are packed as bit planes of 4, 2 and 1 bits (a whole byte at 
 first, each plane padded to a byte: 3 bits = a 2-bit and a 1-bit plane, 7 bits = 4 + 2 + 1. Inside a
 plane the first value sits in the lowest bits of a byte.
 
-A block has one number, its scale, where scaling is symmetric, and two, scale and offset, otherwise;
+A block has two numbers, scale and offset, where scaling is min-max, and its scale alone otherwise;
 as float32 or as bfloat16. A segment's numbers are padded to a multiple of META_ALIGNMENT.
 """
 
@@ -56,7 +56,7 @@ class Segment:
     @property
     def meta_numbers(self) -> int:
         """Numbers a block: scale, and offset where it does not follow from the scale."""
-        return 1 if self.scaling == "symmetric" else 2
+        return 2 if self.scaling == "minmax" else 1
 
     @property
     def meta_dtype(self) -> torch.dtype:
@@ -118,6 +118,7 @@ class WireLayout:
         payload_bytes: the same without the padding and the checksum at the end, which ``encode``
             leaves zero.
         checksum: whether the row ends with a checksum.
+        has_norms: whether a segment is scaled by 2-norms, which only the reference computes.
     """
 
     spans: tuple[Span, ...]
@@ -126,6 +127,7 @@ class WireLayout:
     row_bytes: int
     payload_bytes: int
     checksum: bool = False
+    has_norms: bool = False
 
     def meta(self, wire: torch.Tensor, span: Span) -> torch.Tensor:
         """Typed view: (num_rows, num_blocks, meta_numbers), scale and offset of every block."""
@@ -166,7 +168,8 @@ def wire_layout(
             codes_at += segment_code_bytes(segment)
         value_at += segment.numel
     row_bytes = -(-codes_at // ROW_ALIGNMENT) * ROW_ALIGNMENT + (CHECKSUM_BYTES if checksum else 0)
-    return WireLayout(tuple(spans), dtype, value_at, row_bytes, codes_at, checksum)
+    has_norms = any(segment.scaling == "norm" for segment in quantized)
+    return WireLayout(tuple(spans), dtype, value_at, row_bytes, codes_at, checksum, has_norms)
 
 
 def row_checksums(wire: torch.Tensor) -> torch.Tensor:

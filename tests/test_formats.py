@@ -179,7 +179,7 @@ def test_scales_take_the_bytes_that_are_promised() -> None:
     [
         (
             {"scaling": "max"},
-            r"Quantizer\(scaling=...\) must be one of minmax, symmetric, got 'max'",
+            r"Quantizer\(scaling=...\) must be one of minmax, symmetric, norm, got 'max'",
         ),
         ({"scale_dtype": "half"}, "must be one of float32, bfloat16, got 'half'"),
         ({"transform": "dct"}, "must be one of None, hadamard, got 'dct'"),
@@ -190,3 +190,49 @@ def test_scales_take_the_bytes_that_are_promised() -> None:
 def test_fields_that_do_not_go_together(fields: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Quantizer(**fields)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("kind", ["normal", "sparse", "one"])
+def test_qsgd_bounds(bits: int, kind: str) -> None:
+    """QSGD's variance and sparsity, exact over all outcomes, for both of its scalings.
+
+    With s steps to a side and the 2-norm, E|Q(x) - x|^2 <= min(n / s^2, sqrt(n) / s) |x|^2 and
+    E|Q(x)|_0 <= s (s + sqrt(n)). With the max-norm, no more than n / (4 s^2) max(x)^2.
+    """
+    numel, s = 512, 2 ** (bits - 1) - 1
+    x = torch.randn(1, numel, generator=torch.Generator().manual_seed(bits)).double()
+    if kind == "sparse":
+        x[:, ::7] *= 0
+        x[:, ::50] *= 20
+    if kind == "one":
+        x[:, 1:] = 0
+    norm, length = x.norm(), x.square().sum()
+    for scaling, size in (("norm", norm), ("symmetric", x.abs().max())):
+        segment = Segment(numel, bits, 512, "stochastic", None, scaling)
+        grid = reference.block_grid(x.float(), segment)
+        scale = float(grid.scale)
+        assert scale == pytest.approx(float(size) / s, rel=1e-6)
+        q = torch.round((x * grid.p - grid.base) * grid.inverse).clamp(0, 65536 * 2 * s)
+        up = (q % 65536) / 65536  # the chance of the higher code
+        variance = float((scale**2 * up * (1 - up)).sum())
+        if scaling == "norm":
+            assert variance <= min(numel / s**2, numel**0.5 / s) * float(length)
+            nonzero = torch.where((q / 65536).floor() == s, up, torch.where(
+                (q / 65536).floor() == s - 1, 1 - up, 1.0))  # fmt: skip
+            assert float(nonzero.sum()) <= s * (s + numel**0.5) * (1 + 1e-6)
+        else:
+            assert variance <= numel / (4 * s**2) * float(size) ** 2 * (1 + 1e-6)
+
+
+def test_norm_scaling_end_to_end() -> None:
+    """Unbiased, zero stays zero, huge values make the block NaN instead of silently wrong."""
+    x = torch.randn(64, generator=torch.Generator().manual_seed(8))
+    x[::2] = 0
+    quantizer = Quantizer(8, 64, "stochastic", scaling="norm")
+    draws = torch.stack([round_trip(quantizer, x, key=key) for key in range(400)])
+    step = float(x.norm()) / 127
+    assert (draws[:, ::2] == 0).all()
+    assert ((draws.mean(0) - x).abs() <= 5 * step / 2 / 20).all()  # 20: the root of 400 draws
+    assert torch.equal(quantizer.decode(quantizer.encode(x), 64), round_trip(quantizer, x))
+    assert round_trip(quantizer, x * 2.0**125).isnan().all()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qsdp.kernels import reference
 from qsdp.kernels.reference import FRACTION, grid_steps, level_thresholds
 from qsdp.wire import Span, WireLayout
 
@@ -96,7 +97,9 @@ def set_isa(name: str | None) -> None:
 def encode(
     values: torch.Tensor, layout: WireLayout, wire: torch.Tensor, *, key: int, first_row: int = 0
 ) -> None:
-    """See :func:`qsdp.kernels.reference.encode`."""
+    """See :func:`qsdp.kernels.reference.encode`, which encodes blocks scaled by their 2-norm."""
+    if layout.has_norms:
+        return reference.encode(values, layout, wire, key=key, first_row=first_row)
     table = _table(layout)
     num_rows = values.shape[0]
     _check(values, (num_rows, layout.numel))
@@ -210,7 +213,7 @@ def _span(span: Span) -> _Span:
         segment.bits or 0,
         _ROUNDINGS[segment.rounding],
         grid_steps(segment) if segment.bits is not None else 0,
-        segment.scaling == "symmetric",
+        segment.scaling != "minmax",
         segment.scale_dtype == "bfloat16",
         segment.transform == "hadamard",
         *tables,

@@ -6,7 +6,8 @@ below is one of those operations, so it can be transcribed.
 
 [Note: quantizing a block] ``L``, the number of steps of the grid, is ``2^bits - 1``; lo and hi are
 the block's extremes. With symmetric scaling hi is the larger magnitude, ``lo = -hi``, and L is
-``2^bits - 2``, so that zero lies on the grid. With levels L is 1.
+``2^bits - 2``, so that zero lies on the grid. ``norm`` is the same with the block's 2-norm in place
+of the larger magnitude. With levels L is 1.
 
 1. A NaN or infinity anywhere: scale and offset are NaN, all codes zero; the block decodes to NaN.
 2. ``p`` is a power of two that keeps the arithmetic in range: 1, or 2^64 for a range below 2^-64,
@@ -179,12 +180,16 @@ class BlockGrid(NamedTuple):
 def block_grid(x: torch.Tensor, segment: Segment) -> BlockGrid:
     """Steps 1, 2 and 5 of [Note: quantizing a block] for (..., numel) float32."""
     top = grid_steps(segment)
-    symmetric, rounded = segment.scaling == "symmetric", segment.scale_dtype == "bfloat16"
+    symmetric, rounded = segment.scaling != "minmax", segment.scale_dtype == "bfloat16"
     finite = x.isfinite().all(-1)
     x = torch.where(finite[..., None], x, 0.0)
     lo, hi = x.amin(-1) + 0.0, x.amax(-1) + 0.0  # adding 0.0 turns -0.0 into 0.0
     if symmetric:
         hi = torch.maximum(lo.abs(), hi.abs())
+        if segment.scaling == "norm":
+            hi = x.double().square().sum(-1).sqrt().float()
+            finite &= hi.isfinite()
+            hi = torch.where(finite, hi, 0.0)
         lo = -hi
     extreme = torch.maximum(lo.abs(), hi.abs()) > HUGE
     quarter = torch.where(extreme, 0.25, 1.0)
@@ -241,7 +246,7 @@ def grid_steps(segment: Segment) -> int:
     assert segment.bits is not None
     if segment.levels is not None:
         return 1
-    return (1 << segment.bits) - (2 if segment.scaling == "symmetric" else 1)
+    return (1 << segment.bits) - (1 if segment.scaling == "minmax" else 2)
 
 
 def dither(

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from qsdp.kernels import reference
 from qsdp.kernels.reference import grid_steps, level_thresholds
 from qsdp.kernels.triton_decode import decode_kernel, decode_sum_kernel
 from qsdp.kernels.triton_encode import encode_kernel
@@ -33,7 +34,7 @@ MAX_TILE = 4096  # larger blocks are read twice
 MAX_ALIGNMENT = 16
 KNOWN = {
     "rounding": ("nearest", "stochastic", "shift", "dither"),
-    "scaling": ("minmax", "symmetric"),
+    "scaling": ("minmax", "symmetric", "norm"),
     "scale_dtype": ("float32", "bfloat16"),
     "transform": (None, "hadamard"),
 }
@@ -76,7 +77,9 @@ class Launch:
 def encode(
     values: torch.Tensor, layout: WireLayout, wire: torch.Tensor, *, key: int, first_row: int = 0
 ) -> None:
-    """See :func:`qsdp.kernels.reference.encode`."""
+    """See :func:`qsdp.kernels.reference.encode`, which encodes blocks scaled by their 2-norm."""
+    if layout.has_norms:
+        return reference.encode(values, layout, wire, key=key, first_row=first_row)
     key_halves = _signed(key), _signed(key >> 32)
     with torch.cuda.device_of(wire):
         for index, launch in enumerate(launches(layout, wire.device)):
@@ -208,7 +211,7 @@ def _format(segment: Segment) -> Format:
         steps=grid_steps(segment),
         rounding=segment.rounding if segment.levels is None else "nearest",
         levels=segment.levels is not None,
-        symmetric=segment.scaling == "symmetric",
+        symmetric=segment.scaling != "minmax",
         meta_bytes=segment.meta_dtype.itemsize,
         transform=segment.transform is not None,
     )
