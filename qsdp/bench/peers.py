@@ -71,8 +71,8 @@ def fbgemm_sum(rows: torch.Tensor, bits: int) -> Callable[[], object] | None:
 
     def unpack_and_add() -> object:
         total: Any = unpacks[0]()
-        for unpack in unpacks[1:]:
-            total += unpack()
+        for one in unpacks[1:]:
+            total += one()
         return total
 
     return unpack_and_add
