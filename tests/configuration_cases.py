@@ -123,7 +123,7 @@ def case_mixed_precision_policies(rank: int) -> None:
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         compare(rank, lambda p=policy: build(mp_policy=p), lambda m: train(m, rank, 1))
     policy = MixedPrecisionPolicy(
-        reduce_dtype=torch.bfloat16, output_dtype=torch.bfloat16, cast_forward_inputs=False
+        param_dtype=torch.bfloat16, output_dtype=torch.bfloat16, cast_forward_inputs=False
     )
     compare(rank, lambda: build(mp_policy=policy), lambda m: train(m, rank, 1))
 

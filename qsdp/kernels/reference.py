@@ -42,6 +42,7 @@ from typing import NamedTuple
 
 import torch
 
+from qsdp.kernels.bfloat16 import round_down_to_bfloat16, round_up_to_bfloat16
 from qsdp.kernels.packing import pack, unpack
 from qsdp.kernels.philox import MASK32, random16_per_block, random16_per_value
 from qsdp.kernels.transform import hadamard, inverse_hadamard
@@ -267,17 +268,6 @@ def dither(
     if segment.meta_numbers == 1:
         key1 = torch.zeros_like(key1)
     return random16_per_value(numel, (blocks, segment_index, 0), (key0, key1))
-
-
-def round_down_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
-    """float32 to the next float32 below, or itself, that bfloat16 holds."""
-    bits = x.view(torch.int32)
-    return (torch.where(x < 0, bits + 0xFFFF, bits) & ~0xFFFF).view(torch.float32)
-
-
-def round_up_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
-    """The same upwards, for x >= 0."""
-    return ((x.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
 
 
 def round_positions(q: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
