@@ -27,10 +27,13 @@ FORBIDDEN = r"\bfma\.\S+|\bmad\.rn\S*|\S+\.ftz\S*|\S+\.approx\S*|div\.full\S*|rc
 WIDE = r"(?:ld|st)\.global(?:\.\w+)*\.v[48]\."
 KERNELS = (triton_gpu.encode_kernel, triton_gpu.decode_kernel, triton_gpu.decode_sum_kernel)
 LEVELS = example_levels(4)
+SMALLEST = ("symmetric", "bfloat16", "hadamard")
 CASES = (
     ((Segment(5000, 8, 1024, "stochastic"), Segment(64)), torch.float32, 8),
     ((Segment(4096, 4, 1024, "nearest", LEVELS), Segment(40)), torch.float16, 4),
     ((Segment(2000, 5, 96, "shift"),), torch.bfloat16, 4),
+    ((Segment(5000, 8, 1024, "dither", None, *SMALLEST),), torch.float32, 8),
+    ((Segment(5000, 8, 1024, "nearest", None, "minmax", "bfloat16"),), torch.bfloat16, 4),
 )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ with pytest.MonkeyPatch.context() as patch:
     from qsdp.kernels import triton_gpu
 
 # The interpreter computes both sides of a selection, NaN and all.
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +39,18 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
-def segment(numel: int, bits: int, block_size: int = 1024, rounding: str = "nearest") -> Segment:
-    if rounding == "levels":
-        return Segment(numel, bits, block_size, "nearest", check.example_levels(bits))
-    return Segment(numel, bits, block_size, rounding)
+def segment(
+    numel: int,
+    bits: int,
+    block_size: int = 1024,
+    rounding: str = "nearest",
+    scaling: str = "minmax",
+    scale_dtype: str = "float32",
+    transform: str | None = None,
+) -> Segment:
+    levels = check.example_levels(bits) if rounding == "levels" else None
+    rounding = "nearest" if levels else rounding
+    return Segment(numel, bits, block_size, rounding, levels, scaling, scale_dtype, transform)
 
 
 def assert_equal(layout: WireLayout, num_rows: int = 2) -> None:
@@ -58,11 +67,59 @@ def test_every_format_gives_the_reference_bytes(bits: int, rounding: str) -> Non
     assert_equal(wire_layout(segments, dtype))
 
 
+# Any two of the last four fields meet in every way that a Quantizer allows.
+FORMATS = [
+    (2, "nearest", "symmetric", "bfloat16", None),
+    (5, "nearest", "minmax", "float32", "hadamard"),
+    (3, "stochastic", "minmax", "bfloat16", None),
+    (6, "stochastic", "symmetric", "float32", "hadamard"),
+    (4, "dither", "minmax", "float32", None),
+    (8, "dither", "symmetric", "bfloat16", "hadamard"),
+    (7, "dither", "minmax", "bfloat16", "hadamard"),
+    (8, "dither", "symmetric", "float32", None),
+    (4, "levels", "minmax", "bfloat16", "hadamard"),
+    (3, "levels", "symmetric", "float32", None),
+    (8, "shift", "minmax", "float32", "hadamard"),
+]
+
+
+@pytest.mark.parametrize("fields", FORMATS, ids=lambda fields: "-".join(map(str, fields)))
+def test_scalings_scales_and_transforms(fields: tuple[int, str, str, str, str | None]) -> None:
+    """Every kind of special value fills blocks of 32 on its own; among the longer blocks are short
+    ones, remainders that the transform leaves alone, and scales that need padding.
+    """
+    bits, *rest = fields
+    dtype = (FLOAT32, BFLOAT16, FLOAT16)[FORMATS.index(fields) % 3]
+    segments = (segment(990, bits, 32, *rest), Segment(7), segment(250, bits, 96, *rest))
+    layout = wire_layout(segments, dtype)
+    values = check.example_values(2, 4000, dtype)
+    special = torch.arange(4000) // 100 % 4 == 1
+    values = torch.cat((values[:, special], values), dim=1)[:, : layout.numel].contiguous()
+    values[:, 864:896] = torch.finfo(dtype).max  # a block
+    assert check.mismatches(triton_gpu, layout, values, DEVICE) == []
+
+
 @pytest.mark.parametrize("block_size", [32, 64, 96, 1024, 1536, 4096, 8192])
 def test_block_sizes(block_size: int) -> None:
-    """Powers of two and others, several blocks a program, blocks that do not fit in registers."""
+    """Powers of two and others, several blocks a program, blocks that do not fit in registers.
+
+    With what differs from value to value: random bits, in both directions, and the transform.
+    """
     numel = 3 * block_size + 45 if block_size < 4096 else block_size + 1003
-    assert_equal(wire_layout((segment(numel, 5, block_size, "stochastic"),), BFLOAT16), 1)
+    layout = wire_layout((segment(numel, 5, block_size, "dither", transform="hadamard"),), BFLOAT16)
+    # Not the special values: one NaN would make a large block a block of zeros.
+    values = torch.randn(1, numel, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert check.mismatches(triton_gpu, layout, values, DEVICE) == []
+
+
+def test_values_below_the_grid() -> None:
+    """A symmetric grid of a denormal bfloat16 scale may begin above the lowest value: by a
+    hundredth of a percent of a step, so that a few of many draws would give a code of -1.
+    """
+    steps_to_zero, smallest, scale = 127, 2.0**-149, 2.0**-133
+    layout = wire_layout((segment(4096, 8, 4096, "dither", "symmetric", "bfloat16"),), FLOAT32)
+    values = torch.full((1, 4096), -(steps_to_zero * scale + 60 * smallest))
+    assert check.mismatches(triton_gpu, layout, values, DEVICE) == []
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16])
@@ -93,6 +150,22 @@ def test_a_parameter_group_is_one_launch() -> None:
     (launch,) = triton_gpu.launches(wire_layout(tuple(segments), FLOAT32), DEVICE)
     assert launch.num_raw == 1
     assert len(launch.table) == 1 + 2 + 4
+
+
+def test_decoding_kernels_are_shared_where_the_rounding_does_not_matter() -> None:
+    nearest, stochastic, dither = (
+        triton_gpu.launches(wire_layout((segment(9, 4, 64, rounding),), FLOAT32), DEVICE)[0]
+        for rounding in ("nearest", "stochastic", "dither")
+    )
+    assert nearest.decode_format == stochastic.decode_format != dither.decode_format
+
+
+@pytest.mark.parametrize("field", ["rounding", "scaling", "scale_dtype", "transform"])
+def test_what_the_kernels_do_not_know_raises(field: str) -> None:
+    """A format that only the reference has must never give wrong bytes."""
+    layout = wire_layout((replace(segment(64, 8), **{field: "new"}),), FLOAT32)
+    with pytest.raises(NotImplementedError, match=f"Triton kernels know {field} .*, not 'new'"):
+        triton_gpu.launches(layout, DEVICE)
 
 
 def test_launches_are_planned_once() -> None:

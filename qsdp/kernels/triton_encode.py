@@ -137,7 +137,7 @@ def _encode_run(
     for start in range(0, BLOCK_SIZE, TILE):
         if TILE < BLOCK_SIZE:  # a block that did not stay in registers
             x = _load_tile(source, numel, start, BF16, FORMAT, MASKED)
-        q = _positions(x, p, base, inverse, FORMAT.steps)
+        q = _positions(x, p, base, inverse, FORMAT)
         if FORMAT.levels:
             code = _level_codes(q, thresholds, FORMAT.bits)
         elif FORMAT.rounding == "stochastic":
@@ -259,12 +259,13 @@ def _grid(lo, hi, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _positions(x, p, base, inverse, STEPS: tl.constexpr):
+def _positions(x, p, base, inverse, FORMAT: tl.constexpr):
     """q of every value, int32; see [Note: the same bits under Triton]."""
     t = (x * p[:, None] - base[:, None]) * inverse[:, None]
-    # With a rounded scale the lowest value may lie a rounding error below the grid.
-    t = tl.minimum(tl.maximum(t, 0.0), 65536.0 * STEPS)
-    if STEPS < 128:
+    t = tl.minimum(t, 65536.0 * FORMAT.steps)
+    if FORMAT.meta_bytes == 2:  # a symmetric grid with a denormal scale may begin above a value
+        t = tl.maximum(t, 0.0)
+    if FORMAT.steps < 128:
         return (t + TWO23).to(tl.int32, bitcast=True) - TWO23_BITS
     else:
         whole = t >= TWO23
