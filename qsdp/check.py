@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import platform
 import time
 import warnings
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +24,46 @@ KEY = 0x0123456789ABCDEF
 FIRST_ROW = 3
 ROUNDINGS = ("nearest", "stochastic", "shift", "levels")
 BITS = range(2, 9)
+
+
+class Format(NamedTuple):
+    """How blocks are coded, but for their bits; ``rounding`` is one of ROUNDINGS or dither."""
+
+    rounding: str
+    scaling: str = "minmax"
+    scale_dtype: str = "float32"
+    transform: str | None = None
+
+    def __str__(self) -> str:
+        defaults = self._field_defaults.items()
+        changed = [getattr(self, name) for name, value in defaults if getattr(self, name) != value]
+        return " ".join((self.rounding, *changed))
+
+
+# All others that a Quantizer allows: shift needs an offset, and one of full precision.
+FORMATS = (
+    *(Format(rounding, transform="hadamard") for rounding in ROUNDINGS),
+    *itertools.starmap(
+        Format,
+        itertools.product(
+            ("nearest", "stochastic", "levels"),
+            ("minmax", "symmetric"),
+            ("bfloat16",),
+            (None, "hadamard"),
+        ),
+    ),
+    *(
+        Format(rounding, "symmetric", transform=transform)
+        for rounding in ("nearest", "stochastic", "levels")
+        for transform in (None, "hadamard")
+    ),
+    *itertools.starmap(
+        Format,
+        itertools.product(
+            ("dither",), ("minmax", "symmetric"), ("float32", "bfloat16"), (None, "hadamard")
+        ),
+    ),
+)
 FACTORS = (
     {"multiply": 0.3, "divide": 3.0},
     {"multiply": 1.0, "divide": 1.0},
@@ -112,30 +154,52 @@ def example_levels(bits: int) -> tuple[float, ...]:
     return tuple((steps**1.5).tolist())
 
 
-def example_layout(bits: int, rounding: str, dtype: torch.dtype) -> WireLayout:
+def example_segment(numel: int, bits: int, block_size: int, form: Format) -> Segment:
+    """A segment of this format; ``levels`` with the table of :func:`example_levels`."""
+    rounding, scaling, scale_dtype, transform = form
+    levels = None
+    if rounding == "levels":
+        rounding, levels = "nearest", example_levels(bits)
+    return Segment(numel, bits, block_size, rounding, levels, scaling, scale_dtype, transform)
+
+
+def example_layout(bits: int, rounding: str | Format, dtype: torch.dtype) -> WireLayout:
     """Segments of several block sizes, short last blocks, full precision between them."""
+    form = Format(rounding) if isinstance(rounding, str) else rounding
+    parts = [
+        example_segment(2 * 1024 + 333, bits, 1024, form),
+        Segment(77),
+        example_segment(97, bits, 1024, form),
+        Segment(0),
+        example_segment(0, bits, 32, form),
+        example_segment(1250, bits, 96, form),
+    ]
+    return wire_layout(tuple(parts), dtype)
 
-    def segment(numel: int, block_size: int) -> Segment:
-        if rounding == "levels":
-            return Segment(numel, bits, block_size, "nearest", example_levels(bits))
-        return Segment(numel, bits, block_size, rounding)
 
-    parts = (segment(2 * 1024 + 333, 1024), Segment(77), segment(97, 1024), Segment(0))
-    return wire_layout((*parts, segment(0, 32), segment(1250, 96)), dtype)
+def compare(
+    backend: Backend, device: torch.device, formats: Sequence[Format] = FORMATS
+) -> Comparison:
+    """Compare with the reference over bits, roundings, dtypes and special values.
 
-
-def compare(backend: Backend, device: torch.device) -> Comparison:
-    """Compare with the reference over bits, roundings, dtypes and special values."""
-    cases, found = 0, []
-    for rounding in ROUNDINGS:
-        for bits in BITS:
-            for dtype in VALUE_DTYPES:
-                layout = example_layout(bits, rounding, dtype)
-                values = example_values(2, layout.numel, dtype)
-                cases += 1
-                for name in mismatches(backend, layout, values, device):
-                    found.append(f"{name}: {bits} bits, {rounding}, {name_of(dtype)}")
-    return Comparison(cases, found)
+    Every bit width, rounding and dtype of the plain formats; of ``formats``, every one in every
+    dtype, while the bit widths take turns.
+    """
+    cases: list[tuple[int, Format, torch.dtype]] = [
+        (bits, Format(rounding), dtype)
+        for rounding in ROUNDINGS
+        for bits in BITS
+        for dtype in VALUE_DTYPES
+    ]
+    turns = itertools.cycle(BITS)
+    cases += [(next(turns), form, dtype) for form in formats for dtype in VALUE_DTYPES]
+    found = []
+    for bits, form, dtype in cases:
+        layout = example_layout(bits, form, dtype)
+        values = example_values(2, layout.numel, dtype)
+        for name in mismatches(backend, layout, values, device):
+            found.append(f"{name}: {bits} bits, {form}, {name_of(dtype)}")
+    return Comparison(len(cases), found)
 
 
 def name_of(dtype: torch.dtype) -> str:
