@@ -113,8 +113,8 @@ def test_block_sizes(block_size: int) -> None:
 
 
 def test_values_below_the_grid() -> None:
-    """A symmetric grid of a denormal bfloat16 scale may begin above the lowest value: by a
-    hundredth of a percent of a step, so that a few of many draws would give a code of -1.
+    """A symmetric grid with a denormal bfloat16 scale may begin above the lowest value, here by a
+    thousandth of a step: without a bound a few of the 4096 draws would give a code of -1.
     """
     steps_to_zero, smallest, scale = 127, 2.0**-149, 2.0**-133
     layout = wire_layout((segment(4096, 8, 4096, "dither", "symmetric", "bfloat16"),), FLOAT32)
