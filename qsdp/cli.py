@@ -13,6 +13,7 @@ import sys
 COMMANDS = {
     "train": ("qsdp.trainer.command", "pretrain or continue a language model"),
     "report": ("qsdp.trainer.report", "compare runs: a table and plots"),
+    "plan": ("qsdp.plan.command", "what quantizing would gain on a cluster, before renting it"),
     "sweep": ("qsdp.sweep.command", "train a grid of configurations and seeds, and compare"),
     "tune": ("qsdp.tune.command", "choose the bits of every parameter for a budget"),
     "check": ("qsdp.check", "which kernels run here, and whether they match the reference"),

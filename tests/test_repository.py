@@ -24,7 +24,7 @@ LAYERS = (
     {"fsdp", "ddp", "state"},
     {""},  # the package itself: public names
     {"trainer", "bench", "check", "theory", "integrations"},
-    {"sweep", "tune"},
+    {"sweep", "tune", "plan"},
     {"cli"},
 )
 PRIVATE_TORCH = {"qsdp/units.py", "qsdp/buffers.py"}

@@ -1,0 +1,199 @@
+"""`qsdp plan`: what quantizing would gain on a cluster, before renting it.
+
+    qsdp plan --model gpt2-1.3b --nodes 4 --ranks-per-node 8 --bandwidth 10 100
+    qsdp plan --parameters 13e9 --layers 40 --nodes 64 --tflops 300
+    qsdp plan --cluster qsdp-paper --json
+    qsdp plan --survey                    where quantizing stops paying, 8 to 4096 ranks
+
+A step is computation, encoding, decoding and transfers, overlapped as FSDP2 does it on GPUs. The
+documentation, docs/networks.md, tells what the model knows and how well it predicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from qsdp.columns import format_columns
+from qsdp.plan.clusters import CASES, GPT_SHAPES, Case, case, preset_model
+from qsdp.plan.model import CONFIG_HELP, Prediction, parse_config, predict
+from qsdp.plan.sizes import from_counts
+
+WORTHWHILE = 1.03
+"""Below this speed-up the baseline is recommended."""
+CLOSE = 1.05
+"""Of steps that are this close to the fastest, the one with most bits is recommended."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One configuration at one bandwidth."""
+
+    bandwidth_gbps: float
+    config: str
+    collectives: str
+    bits: int
+    prediction: Prediction
+    speedup: float
+    recommended: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        found = {"bandwidth_gbps": self.bandwidth_gbps, "config": self.config}
+        found |= {"speedup": self.speedup, "collectives": self.collectives}
+        return found | {"recommended": self.recommended, **self.prediction._asdict()}
+
+
+def run(argv: list[str]) -> int:
+    """Print the plan; returns the exit status."""
+    options = _parser().parse_args(argv)
+    if options.survey:
+        from qsdp.plan import survey
+
+        return survey.run(as_json=options.json, plot=options.plot)
+    chosen, measured = _case(options)
+    answers = plan(chosen)
+    if options.plot is not None:
+        from qsdp.plan.plots import plot_steps
+
+        plot_steps(chosen, options.plot)
+    if options.json:
+        print(json.dumps([answer.to_json() for answer in answers], indent=1))
+    else:
+        print(format_plan(chosen, answers, measured))
+    return 0
+
+
+def plan(chosen: Case) -> list[Answer]:
+    """Every config at every bandwidth, the first config being the baseline."""
+    found: list[Answer] = []
+    for gbps in chosen.bandwidths:
+        cluster = replace(chosen.cluster, bandwidth_gbps=gbps)
+        here: list[Answer] = []
+        for config in chosen.configs:
+            prediction = predict(chosen.model, cluster, chosen.work, config)
+            base = here[0].prediction.step_s if here else prediction.step_s
+            here.append(
+                Answer(gbps, config.name, config.collectives,
+                       config.weight_bits + config.gradient_bits, prediction,
+                       base / prediction.step_s)
+            )  # fmt: skip
+        best = _recommended(here)
+        found += [replace(answer, recommended=answer is best) for answer in here]
+    return found
+
+
+def _recommended(answers: Sequence[Answer]) -> Answer:
+    fastest = min(answers, key=lambda answer: answer.prediction.step_s)
+    if fastest.speedup < WORTHWHILE:
+        return answers[0]
+    limit = fastest.prediction.step_s * CLOSE
+    close = [answer for answer in answers if answer.prediction.step_s <= limit]
+    return max(close, key=lambda answer: (answer.bits, -answer.prediction.step_s))
+
+
+def format_plan(chosen: Case, answers: Sequence[Answer], measured: Sequence[str]) -> str:
+    """The assumptions, a table and the recommendation for each bandwidth."""
+    cluster, work = chosen.cluster, chosen.work
+    overlap = "overlapped as FSDP2 does" if cluster.overlap else "communication not overlapped"
+    lines = [
+        f"{chosen.model.name}, {chosen.model.numel / 1e9:.3g}B parameters; {cluster.nodes} nodes "
+        f"of {cluster.ranks_per_node} ranks; {overlap}",
+        f"{work.tokens * work.micro_batches:,.0f} tokens a rank and step in {work.micro_batches} "
+        f"micro-batches; {cluster.tflops:g} TFLOP/s, codec {cluster.codec_gbps:g} GB/s",
+        *(f"assumed: {note}" for note in chosen.notes),
+        *measured,
+        "",
+    ]
+    header = ("Gbit/s", "config", "step s", "speed-up", "GB out of node", "compute", "network",
+              "codec", "largest", "")  # fmt: skip
+    rows = []
+    for answer in answers:
+        found = answer.prediction
+        times = (f"{value:.3f}" for value in (found.compute_s, found.network_s, found.codec_s))
+        rows.append(
+            (f"{answer.bandwidth_gbps:g}", answer.config, f"{found.step_s:.3f}",
+             f"{answer.speedup:.2f}", f"{found.between_nodes / 1e9:.2f}", *times, found.limit,
+             "recommended" if answer.recommended else "")
+        )  # fmt: skip
+    return "\n".join([*lines, format_columns(header, rows)])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="qsdp plan", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--cluster", default="cloud", help=f"start from a case: {', '.join(CASES)}")
+    add("--model", choices=list(GPT_SHAPES), help="a GPT-2 of this size")
+    add("--parameters", type=float, metavar="N", help="or a model by its size, with --layers")
+    add("--layers", type=int, metavar="N", help="layers of the model of --parameters")
+    add("--nodes", type=int, metavar="N")
+    add("--ranks-per-node", type=int, metavar="N")
+    add("--bandwidth", type=float, nargs="+", metavar="GBPS", help="Gbit/s of a node's link")
+    add("--latency-us", type=float, metavar="US", help="between nodes")
+    add("--intra-gbps", type=float, metavar="GBPS", help="Gbit/s of a rank inside its node")
+    add("--intra-latency-us", type=float, metavar="US", help="inside a node")
+    add("--tflops", type=float, metavar="T", help="that a rank achieves, forward and backward")
+    add(
+        "--codec-gbps", type=float, metavar="GBPS", help="GB/s of float32 values, see bench kernels"
+    )
+    add("--tokens", type=float, metavar="N", help="of a micro-batch on one rank")
+    add("--micro-batches", type=int, metavar="N", help="forwards in a step")
+    add("--sync-every-micro-batch", action="store_true", help="reduce after each of them")
+    add("--recompute", action="store_true", help="activation checkpointing")
+    add("--overlap", action=argparse.BooleanOptionalAction, help="of collectives and computation")
+    add("--configs", nargs="+", metavar="NAME", help=f"the first is the baseline; {CONFIG_HELP}")
+    add("--measure", action="store_true", help="take codec and link rates from this machine")
+    add("--survey", action="store_true", help="8 to 4096 ranks, 1B to 70B, 1 to 400 Gbit/s")
+    add("--plot", type=Path, metavar="FILE", help="also draw step time against bandwidth (PNG)")
+    add("--json", action="store_true", help="print a list of objects in place of the table")
+    return parser
+
+
+def _case(options: argparse.Namespace) -> tuple[Case, list[str]]:
+    """The case that the flags describe, and lines about what was measured for it."""
+    chosen = case(options.cluster)
+    work, cluster, lines = chosen.work, chosen.cluster, []
+    if options.measure:
+        from qsdp.plan.measure import measure_rates
+
+        rates = measure_rates()
+        cluster = replace(cluster, **rates.settings)
+        lines = rates.lines
+    names = ("nodes", "ranks_per_node", "latency_us", "intra_gbps", "intra_latency_us", "tflops",
+             "codec_gbps", "overlap")  # fmt: skip
+    cluster = replace(cluster, **_given(options, names))
+    work = replace(work, **_given(options, ("tokens", "micro_batches")))
+    work = replace(
+        work,
+        sync_every=work.sync_every or options.sync_every_micro_batch,
+        recompute=work.recompute or options.recompute,
+    )
+    bandwidths = tuple(options.bandwidth or chosen.bandwidths)
+    for name, value in (*vars(cluster).items(), ("tokens", work.tokens),
+                        ("micro_batches", work.micro_batches),
+                        *(("bandwidth", gbps) for gbps in bandwidths)):  # fmt: skip
+        if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
+    model = chosen.model
+    if options.model is not None:
+        model = preset_model(options.model)
+    if (options.parameters is None) != (options.layers is None):
+        raise ValueError("--parameters and --layers belong together: give both or neither")
+    if options.parameters is not None:
+        if options.model is not None or options.parameters < 1e6 or options.layers < 1:
+            raise ValueError(
+                "--parameters must be at least 1e6 and --layers at least 1, without --model; got "
+                f"{options.parameters:g}, {options.layers} and {options.model}"
+            )
+        model = from_counts(options.parameters, options.layers, sequence=2048)
+    configs = tuple(map(parse_config, options.configs)) if options.configs else chosen.configs
+    return Case(model, cluster, work, configs, bandwidths, chosen.notes), lines
+
+
+def _given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
