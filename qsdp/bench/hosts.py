@@ -61,7 +61,7 @@ class Hosts:
 
     def __enter__(self) -> Hosts:
         require_privileges()
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _interrupt)
         remove_abandoned()
         try:

@@ -27,7 +27,7 @@ from qsdp.bench.remote import Control
 
 GBPS = (None, 10.0, 1.0, 0.5, 0.2, 0.1, 0.05)
 FLAT_GBPS = (None, 0.2, 0.1)
-VARIANTS = ("stock-fp32", "stock-bf16", "qsdp-fp32", "w8g8", "w4g4")
+VARIANTS = ("stock-fp32", "stock-bf16", "qsdp-fp32", "w8g8", "w4g4", "w8g8-bf16", "w4g4-bf16")
 FLAT_VARIANTS = ("stock-fp32", "w8g8-flat", "w8g8")
 LAYOUTS = ("2x1", "2x2")
 MASTER_PORT = 29500

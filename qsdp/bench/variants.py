@@ -25,15 +25,14 @@ from qsdp.trainer.model import build_optimizer, new_model, shard
 from qsdp.trainer.ranks import Ranks
 from qsdp.trainer.step import Training, take_step
 
-STOCK = {
-    "stock-fp32": {},
-    "stock-bf16": {"precision": "bf16", "reduce_precision": "bf16"},
-}  # fmt: skip
+BF16 = {"precision": "bf16", "reduce_precision": "bf16"}
+STOCK: dict[str, dict[str, Any]] = {"stock-fp32": {}, "stock-bf16": BF16}
 UNQUANTIZED = "qsdp-fp32"
 SPLIT = ("compute_s", "encode_s", "network_s", "decode_s")
 HELP = (
     "stock-fp32 and stock-bf16 (FSDP2 as it is), qsdp-fp32 (qsdp's transport, nothing quantized), "
-    "w{2..8}g{2..8} (two-level where nodes have several ranks) and w{..}g{..}-flat"
+    "w{2..8}g{2..8} (two-level where nodes have several ranks), with -flat for flat collectives "
+    "and -bf16 for computation in bfloat16"
 )
 
 
@@ -74,10 +73,11 @@ def parse_variant(name: str) -> Variant:
         return Variant(name, {"comm": "w32g32", **STOCK[name]}, two_level=False)
     if name == UNQUANTIZED:
         return Variant(name, {"comm": "w8g8", "keep_full_precision": ("*",)}, two_level=True)
-    if not re.fullmatch(r"w[2-8]g[2-8](-flat)?", name):
+    match = re.fullmatch(r"(w[2-8]g[2-8])(-flat)?(-bf16)?", name)
+    if not match:
         raise ValueError(f"unknown variant {name!r}: there are {HELP}")
-    comm, _, flat = name.partition("-")
-    return Variant(name, {"comm": comm}, two_level=not flat)
+    settings = {"comm": match[1], **(BF16 if match[3] else {})}
+    return Variant(name, settings, two_level=not match[2])
 
 
 def bench_config(
