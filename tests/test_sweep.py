@@ -23,7 +23,7 @@ SPEC = {
     "cases": {
         "w32g32": "w32g32",
         "four": {"comm": {"preset": "w4g4"}, "reference": 1.05},
-        "once": {"comm": "w8g8", "seeds": [2], "train": {"steps": 5}},
+        "once": {"comm": "w8g8", "seeds": [2], "train": {"steps": 5}, "against": "four"},
     },
 }
 
@@ -81,6 +81,28 @@ def test_runs_what_is_missing(
     assert [row["case"] for row in json.loads(capfd.readouterr().out)] == [*SPEC["cases"]]
 
 
+def test_only_some_cases_and_seeds(
+    spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def fake_run(arguments: list[str], **_: object) -> SimpleNamespace:
+        folder = Path(arguments[arguments.index("--folder") + 1])
+        seen.append((folder.parent.name, folder.name))
+        finish(folder, 2.0)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", fake_run)
+    arguments = ["sweep", str(spec), "--out", str(tmp_path / "out")]
+    assert main([*arguments, "--seeds", "2", "--only", "four", "w32g32"]) == 0
+    assert seen == [("w32g32", "seed-2"), ("four", "seed-2")]
+    assert main([*arguments, "--seeds", "3"]) != 0
+    assert main([*arguments, "--only", "five"]) != 0
+    printed = capsys.readouterr().err
+    assert "no case runs with seed 3" in printed and "no case 'five'" in printed
+    assert len(seen) == 2
+
+
 def test_changes_are_paired_by_seed(spec: Path) -> None:
     """A shift that all seeds share is no change, and its spread no error."""
     losses = {
@@ -106,6 +128,9 @@ def test_changes_are_paired_by_seed(spec: Path) -> None:
     assert rows["four"]["change_error"] == pytest.approx(1.0)
     assert rows["four"]["bits"] == 8.0 and rows["four"]["reference_percent"] == pytest.approx(5.0)
     assert rows["once"]["better"] == "master" and rows["once"]["change_error"] is None
+    # Both by their better weights, at seed 2: 2.5 against 3.0 + log 1.04.
+    assert rows["once"]["against_percent"] == pytest.approx(100 * math.expm1(-0.5 - math.log(1.04)))
+    assert rows["four"]["against_percent"] is None
 
 
 @pytest.mark.parametrize(
@@ -116,6 +141,10 @@ def test_changes_are_paired_by_seed(spec: Path) -> None:
         ('{"train": {}, "seeds": [], "cases": {"a": "w4g4"}}', "at least one case, and seeds"),
         ('{"train": {}, "seeds": [1], "cases": {"a/b": "w4g4"}}', "without '/'"),
         ('{"train": {}, "seeds": [1], "cases": {"a": {"bits": 4}}}', "an object with comm"),
+        (
+            '{"train": {}, "seeds": [1], "cases": {"a": {"comm": "w4g4", "against": "b"}}}',
+            "must be another case",
+        ),
     ],
 )
 def test_bad_specs_are_one_line(

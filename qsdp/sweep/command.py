@@ -25,7 +25,7 @@ def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     sweep = read_sweep(options.file)
     if not options.report:
-        status = _run_missing(sweep, options.out, set(options.only))
+        status = _run_missing(sweep, options.out, set(options.only), set(options.seeds))
         if status:
             return status
     report(sweep, options.out, as_json=options.json)
@@ -41,16 +41,23 @@ def _parser() -> argparse.ArgumentParser:
     add("file", type=Path, help="JSON: train (flags for all runs), seeds, cases")
     add("--out", type=Path, required=True, help="folder of the runs, the table and the plot")
     add("--only", nargs="+", default=[], metavar="CASE", help="run these cases only")
+    add("--seeds", nargs="+", type=int, default=[], metavar="N", help="run these seeds only")
     add("--report", action="store_true", help="run nothing: compare what is there")
     add("--json", action="store_true", help="print the rows as JSON")
     return parser
 
 
-def _run_missing(sweep: Sweep, out: Path, only: set[str]) -> int:
+def _run_missing(sweep: Sweep, out: Path, only: set[str], seeds: set[int]) -> int:
     unknown = only - {case.name for case in sweep.cases}
     if unknown:
         raise ValueError(f"--only: no case {sorted(unknown)[0]!r} in the sweep")
-    wanted = [(case, seed) for case, seed in sweep.runs() if not only or case.name in only]
+    wanted = [
+        (case, seed)
+        for case, seed in sweep.runs()
+        if (not only or case.name in only) and (not seeds or seed in seeds)
+    ]
+    if not wanted:
+        raise ValueError(f"--seeds: no case runs with seed {', '.join(map(str, sorted(seeds)))}")
     for number, (case, seed) in enumerate(wanted, 1):
         folder = run_folder(out, case, seed)
         if (folder / RESULT).is_file():

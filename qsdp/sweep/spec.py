@@ -16,6 +16,7 @@ class Case:
         name: of the row in the table; also of its folder.
         comm: the name of a preset, or QSDPConfig's fields.
         seeds: None for those of the sweep.
+        against: name of another case to compare this one with as well, seed by seed.
         reference: perplexity over that of full precision, as published elsewhere; for the plot.
         train: flags of `qsdp train` that this case has of its own.
     """
@@ -23,6 +24,7 @@ class Case:
     name: str
     comm: str | dict[str, Any]
     seeds: tuple[int, ...] | None = None
+    against: str | None = None
     reference: float | None = None
     train: dict[str, Any] = field(default_factory=dict)
 
@@ -61,6 +63,13 @@ def read_sweep(path: Path) -> Sweep:
     seeds = tuple(content["seeds"])
     if not cases or not seeds or not all(isinstance(seed, int) for seed in seeds):
         raise ValueError(f"{path} must name at least one case, and seeds as a list of integers")
+    names = {case.name for case in cases}
+    for case in cases:
+        if case.against is not None and case.against not in names - {case.name}:
+            raise ValueError(
+                f"{path}: case {case.name!r} is against {case.against!r}, which must be another "
+                "case of the sweep"
+            )
     return Sweep(cases, seeds, dict(content["train"]))
 
 
@@ -69,11 +78,18 @@ def _case(path: Path, name: str, value: Any) -> Case:
         raise ValueError(f"{path}: case {name!r} is to be the name of a folder, without '/'")
     if isinstance(value, str):
         return Case(name, value)
-    allowed = {"comm", "seeds", "reference", "train"}
+    allowed = {"comm", "seeds", "against", "reference", "train"}
     if not isinstance(value, dict) or "comm" not in value or not set(value) <= allowed:
         raise ValueError(
             f"{path}: case {name!r} must be a preset or an object with comm, and perhaps "
             f"{', '.join(sorted(allowed - {'comm'}))}"
         )
     seeds = tuple(value["seeds"]) if "seeds" in value else None
-    return Case(name, value["comm"], seeds, value.get("reference"), dict(value.get("train", {})))
+    return Case(
+        name,
+        value["comm"],
+        seeds,
+        value.get("against"),
+        value.get("reference"),
+        dict(value.get("train", {})),
+    )
