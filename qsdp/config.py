@@ -70,8 +70,13 @@ class QSDPConfig:
         level_schedule: when levels are learned, for quantizers with ``levels="learned"``.
         weight_mode: ``value``, or ``difference``: every rank keeps the weights that it decoded last
             and gathers quantized differences to them (SDP4Bit), so that errors do not add up, and
-            the gather in backward moves nothing. Costs the whole model once more in memory, in the
-            dtype that FSDP gathers.
+            the gather in backward moves nothing. Costs memory for the whole model on every rank;
+            how much, ``weight_memory`` says. Apply the configuration again after loading other
+            weights into a model that has trained.
+        weight_memory: with ``weight_mode="difference"``, the quantizer in which a rank keeps the
+            weights that it decoded last, which are also those that it computes with: about a byte a
+            parameter with 8 bits, rounded to nearest. None keeps them in the dtype that FSDP
+            gathers.
         error_feedback: add to each gradient what quantization lost of the one before. Costs one
             float32 for each element of the model on every rank.
         seed: of the random rounding, 64 bits.
@@ -96,10 +101,11 @@ class QSDPConfig:
     overrides: Mapping[str, Override | str] | tuple[tuple[str, Override], ...] = ()
     level_schedule: LevelSchedule = LevelSchedule()
     weight_mode: WeightMode = "value"
+    weight_memory: Quantizer | None = None
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("weights", "gradients", "all_reduce"):
+        for name in ("weights", "gradients", "all_reduce", "weight_memory"):
             _require_quantizer("QSDPConfig", name, getattr(self, name))
         for name in ("verify", "error_feedback"):
             if not isinstance(getattr(self, name), bool):
@@ -139,21 +145,28 @@ class QSDPConfig:
 
     def _check_combinations(self) -> None:
         """Raises ValueError where one field excludes another."""
-        if self.intra_node is not None:
-            for name, used in (
-                ('weight_mode="difference"', self.weight_mode == "difference"),
-                ("error_feedback=True", self.error_feedback),
-            ):
-                if used:
-                    raise ValueError(
-                        f"QSDPConfig: {name} does not go with two-level collectives: "
-                        "set intra_node=None"
-                    )
+        if self.intra_node is not None and self.error_feedback:
+            raise ValueError(
+                "QSDPConfig: error_feedback=True does not go with two-level collectives: "
+                "set intra_node=None"
+            )
+        if self.weight_memory is not None:
+            if self.weight_mode != "difference":
+                raise ValueError(
+                    "QSDPConfig(weight_memory=...) is for weight_mode='difference', "
+                    f"got weight_mode={self.weight_mode!r}"
+                )
+            if self.weight_memory.rounding != "nearest":
+                raise ValueError(
+                    "QSDPConfig(weight_memory=...) must have rounding='nearest', "
+                    f"got {self.weight_memory.rounding!r}"
+                )
         inner = self.intra_node.gradients if self.intra_node is not None else None
         for name, quantizer in (
             ("all_reduce", self.all_reduce),
             ("intra_node.gradients", inner),
             ("weights with weight_mode='difference'", self._difference_quantizer()),
+            ("weight_memory", self.weight_memory),
         ):
             if quantizer is not None and quantizer.learns:
                 raise ValueError(
@@ -226,7 +239,7 @@ class QSDPConfig:
             if name not in known:
                 raise ValueError(f"unknown field {name!r} of QSDPConfig: it has {sorted(known)}")
         values = {**base, **values}
-        for name in ("weights", "gradients", "all_reduce"):
+        for name in ("weights", "gradients", "all_reduce", "weight_memory"):
             if name in values:
                 values[name] = _quantizer_from_json(values[name], name)
         if values.get("intra_node") is not None:

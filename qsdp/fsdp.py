@@ -94,7 +94,7 @@ def _install(unit: Unit, config: QSDPConfig) -> None:
     if config.weights is not None or any(planned["weights"]):
         key = derive_key(config.seed, _WEIGHTS, unit.index)
         unit.module.set_custom_all_gather(
-            DifferenceAllGather(unit, key)
+            DifferenceAllGather(unit, key, nodes, config.weight_memory)
             if config.weight_mode == "difference"
             else QuantizedAllGather(unit, key, nodes, learner)
         )

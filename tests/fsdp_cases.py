@@ -622,6 +622,22 @@ def four_case_two_level(rank: int) -> None:
         exact_weights = qsdp.apply_qsdp(build(), replace(config, weights=None))
         loss_of(exact_weights, batch(rank, 0)).backward()
         gradients[name] = [p.grad.to_local() for p in exact_weights.parameters()]
+    # Differences take the same way: after two steps the weights are those of the flat gather.
+    difference = QSDPConfig(Quantizer(4, 64, "nearest"), None, weight_mode="difference")
+    moved, sent = {}, {}
+    for name, intra in (("flat", None), ("two-level", qsdp.IntraNode(2))):
+        model = qsdp.apply_qsdp(build(), replace(difference, intra_node=intra))
+        parameters = [p.to_local() for p in model.parameters()]
+        for change in (0.0, 0.01):
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.mul_(1 + change * parameter)
+            qsdp.comm_stats(model, reset=True)
+            with unsharded(model) as moved[name]:
+                assert same_on_all_ranks(moved[name])
+        sent[name] = qsdp.comm_stats(model).inter_node_sent
+    assert all(torch.equal(moved["flat"][k], moved["two-level"][k]) for k in moved["flat"])
+    assert 0.49 < sent["two-level"] / sent["flat"] < 0.52, sent
     del os.environ["LOCAL_WORLD_SIZE"]
     for name in ("raw inside", "8 bit inside"):
         assert all(torch.equal(weights["flat"][k], weights[name][k]) for k in weights["flat"])

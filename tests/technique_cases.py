@@ -18,6 +18,7 @@ from qsdp.agreement import all_gather_json
 LEARNED = Quantizer(3, 64, "nearest", levels="learned")
 LEARNING = QSDPConfig(LEARNED, LEARNED, level_schedule=LevelSchedule(first_step=1, every=2))
 DIFFERENCE = QSDPConfig(Quantizer(4, 64, "nearest"), Quantizer(8), weight_mode="difference", seed=3)
+LIGHT = replace(DIFFERENCE, weight_memory=Quantizer(8, 64, "nearest"))
 
 
 def require_equal_on_ranks(values: list[torch.Tensor]) -> None:
@@ -102,6 +103,7 @@ def case_resumed_run_equals_uninterrupted(rank: int) -> None:
     """Bit for bit, in the middle of a schedule, of differences and of error feedback."""
     resumed_equals_uninterrupted(LEARNING, rank)
     resumed_equals_uninterrupted(DIFFERENCE, rank)
+    resumed_equals_uninterrupted(LIGHT, rank)
     feedback = QSDPConfig(None, Quantizer(3, 64, "nearest"), error_feedback=True)
     resumed_equals_uninterrupted(feedback, rank)
 
@@ -120,6 +122,9 @@ def case_foreign_state_is_refused(rank: int) -> None:
         qsdp.load_comm_state_dict(model, state)
     with pytest.raises(ValueError, match=r"no place for 'known.blocks.0'"):
         qsdp.load_comm_tensors(model, {"known.blocks.0": torch.zeros(3)})
+    light = qsdp.apply_qsdp(build(), LIGHT)
+    with pytest.raises(ValueError, match="was kept with another weight_memory"):
+        qsdp.load_comm_tensors(light, {"known.blocks.0": torch.zeros(3)})
 
 
 def case_overrides(rank: int) -> None:
@@ -168,6 +173,42 @@ def case_differences_lose_nothing_over_time(rank: int) -> None:
     loss_of(value, batch(rank, 0)).backward()
     assert rows < 0.7 * qsdp.comm_stats(value).all_gather_sent
     assert stats.ratio > qsdp.comm_stats(value).ratio
+
+
+def case_light_memory_keeps_bytes(rank: int) -> None:
+    """A byte a weight is kept, all ranks compute with it, and it is as close as 8 bits are."""
+    model = qsdp.apply_qsdp(build(), LIGHT)
+    eight = qsdp.apply_qsdp(
+        build(), replace(DIFFERENCE, weight_mode="value", weights=Quantizer(8, 64, "nearest"))
+    )
+    assert error_of(model) == error_of(eight) > 0
+    train(model, rank, 3)
+    train(eight, rank, 3)
+    with torch.no_grad():
+        errors = [error_of(model) for _ in range(3)]
+    assert errors[-1] < 1.1 * error_of(eight)
+    plain = qsdp.apply_qsdp(build(), DIFFERENCE)
+    train(plain, rank, 1)
+    light_rows, rows = (
+        sum(row.nbytes for row in qsdp.comm_tensors(m).values()) for m in (model, plain)
+    )
+    assert light_rows < 0.45 * rows  # 8 bits and two scales a 64 values, of 32; vectors as they are
+
+
+def case_differences_survive_infinity(rank: int) -> None:
+    """Weights that were not finite are seen as such, and forgotten once they are mended."""
+    for config in (DIFFERENCE, LIGHT):
+        model = qsdp.apply_qsdp(build(), config)
+        train(model, rank, 1)
+        name, parameter = next((n, p) for n, p in model.named_parameters() if p.ndim > 1)
+        local, saved = parameter.to_local(), parameter.to_local().clone()
+        with torch.no_grad():
+            local.view(-1)[0] = torch.inf if rank == 0 else torch.nan
+            with unsharded(model) as weights:
+                assert not weights[name].isfinite().all()
+            local.copy_(saved)
+            errors = [error_of(model) for _ in range(4)]
+        assert errors[-1] < 0.01
 
 
 def case_differences_train_like_stock(rank: int) -> None:

@@ -67,6 +67,13 @@ def test_json_round_trip() -> None:
         verify=True,
     )
     assert QSDPConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    config = QSDPConfig(
+        Quantizer(4, rounding="nearest"),
+        weight_mode="difference",
+        weight_memory=Quantizer(8, rounding="nearest"),
+        error_feedback=True,
+    )
+    assert QSDPConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
     assert QSDPConfig.from_json({}) == QSDPConfig()
     assert QSDPConfig.from_json({"preset": "w4g32"}) == QSDPConfig.preset("w4g32")
 
@@ -85,7 +92,12 @@ def test_json_round_trip() -> None:
         ({"level_schedule": {"method": "x"}}, "must be one of kmeans, gradient, got 'x'"),
         ({"level_schedule": 4}, "must be a qsdp.LevelSchedule"),
         ({"intra_node": {"ranks": 2}, "error_feedback": True}, "does not go with two-level"),
-        ({"intra_node": {"ranks": 2}, "weight_mode": "difference"}, "does not go with two-level"),
+        ({"weight_memory": {"rounding": "nearest"}}, "is for weight_mode='difference'"),
+        (
+            {"weight_mode": "difference", "weight_memory": {"rounding": "shift"}},
+            "must have rounding='nearest', got 'shift'",
+        ),
+        ({"weight_mode": "difference", "weight_memory": 8}, "must be a mapping"),
         (
             {"all_reduce": {"rounding": "nearest", "levels": "learned"}},
             'levels="learned" is not for all_reduce',

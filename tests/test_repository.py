@@ -18,7 +18,7 @@ LAYERS = (
     {"wire", "kernels", "columns"},
     {"quantizer"},
     {"stats", "buffers", "config", "agreement", "levels", "works"},
-    {"collectives"},
+    {"collectives", "kept"},
     {"two_level", "units", "learning"},
     {"comms"},
     {"fsdp", "ddp", "state"},
