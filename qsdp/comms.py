@@ -16,15 +16,12 @@ from qsdp.collectives import (
     all_reduce_quantized,
     reduce_scatter_quantized,
 )
-from qsdp.kept import KeptRows, kept_rows
 from qsdp.kernels import VALUE_DTYPES
 from qsdp.learning import LevelLearner
-from qsdp.quantizer import Quantizer
 from qsdp.stats import CommMeter
 from qsdp.two_level import NodeGroups, all_gather_two_level, reduce_scatter_two_level
 from qsdp.units import AllGather, ReduceScatter, Unit
 from qsdp.wire import Segment, WireLayout, wire_layout
-from qsdp.works import done_work
 
 Size = Sequence[int | torch.SymInt]
 
@@ -154,82 +151,6 @@ class QuantizedAllGather(ObservedAllGather):
             async_op=async_op,
             meter=self.meter,
         )
-
-
-class DifferenceAllGather(QuantizedAllGather):
-    """All-gather of quantized differences to the weights that all ranks decoded last (SDP4Bit).
-
-    The first gather moves the values themselves, raw; each later one what has changed since, the
-    error of the one before included, so errors do not add up. In backward nothing is moved.
-
-    Args:
-        memory: quantizer of what is kept; None keeps the gathered dtype.
-    """
-
-    def __init__(
-        self,
-        unit: Unit,
-        key: int,
-        nodes: NodeGroups | None = None,
-        memory: Quantizer | None = None,
-    ) -> None:
-        super().__init__(unit, key, nodes)
-        self.memory = memory
-        self.kept: KeptRows | None = None
-        self._start: torch.Tensor | None = None
-
-    def own_row(self) -> torch.Tensor | None:
-        """What is kept of this rank's own row, as it is kept; None before the first gather."""
-        if self.kept is None:
-            return self._start
-        return self.kept.raw()[dist.get_rank(self.unit.group)]
-
-    def start_from(self, row: torch.Tensor) -> None:
-        """Let the next gather take ``row`` for what all ranks keep of this one; on every rank.
-
-        Raises:
-            ValueError: the row was kept in another way than this model keeps it.
-        """
-        if (row.dtype == torch.uint8) != (self.memory is not None):
-            raise ValueError(
-                f"load_comm_tensors: the row of {self.unit.path!r} was kept with another "
-                "weight_memory: apply the configuration that it was saved with first"
-            )
-        self._start, self.kept = row.clone(), None
-
-    def gather(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool,
-    ) -> dist.Work | None:
-        num_ranks, own = dist.get_world_size(group), dist.get_rank(group)
-        output = output_tensor.view(num_ranks, -1)
-        layout = self.unit.all_gather_layout(input_tensor.numel(), input_tensor.dtype)
-        kept = self.kept
-        if kept is None or kept.numel != input_tensor.numel():
-            kept = kept_rows(num_ranks, layout, self.memory, input_tensor.device)
-            if self._start is None:
-                ObservedAllGather.__call__(self, output_tensor, input_tensor, group)
-                kept.keep(output)
-                self.kept = kept
-                return done_work() if async_op else None
-            row = self._start.to(kept.raw().dtype)
-            ObservedAllGather.__call__(self, kept.raw().view(-1), row, group)
-            self.kept, self._start = kept, None
-        rows = kept.read()
-        if self.unit.in_backward:
-            output.copy_(rows)
-            self.meter.count_rows(0, num_ranks, stock=(num_ranks - 1) * input_tensor.nbytes)
-            return done_work() if async_op else None
-        for span in layout.spans:
-            if span.segment.bits is None:  # travels as it is: the difference to zero
-                rows[:, span.value_offset : span.value_offset + span.segment.numel] = 0
-        self.exchange(output_tensor, input_tensor - rows[own], group, layout)
-        output += rows
-        kept.keep(output)
-        return done_work() if async_op else None
 
 
 class QuantizedReduceScatter(ObservedReduceScatter):

@@ -11,7 +11,6 @@ from torch import nn
 
 from qsdp.agreement import require_agreement
 from qsdp.comms import (
-    DifferenceAllGather,
     ObservedAllGather,
     ObservedReduceScatter,
     QuantizedAllGather,
@@ -19,6 +18,7 @@ from qsdp.comms import (
     QuantizedReduceScatter,
 )
 from qsdp.config import QSDPConfig
+from qsdp.differences import DifferenceAllGather
 from qsdp.kernels.philox import derive_key
 from qsdp.learning import LevelLearner
 from qsdp.stats import CommStats

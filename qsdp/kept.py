@@ -25,11 +25,15 @@ class KeptRows(Protocol):
         """(num_ranks, numel), finite; overwritten by the next call of either method."""
         ...
 
-    def keep(self, rows: torch.Tensor) -> None:
+    def keep(self, rows: torch.Tensor, changed: torch.Tensor | None = None) -> None:
         """Keep ``rows`` (num_ranks, numel); they become what is computed with, in place.
 
         Values that are not finite stay so in ``rows`` and are kept as zeros: a difference to them
         would never be finite again.
+
+        Args:
+            changed: (num_ranks,) bool: rows whose quantized values are not those that were read
+                last; the others stay as they are, bit for bit. None: all.
         """
         ...
 
@@ -48,7 +52,7 @@ class PlainRows(KeptRows):
     def read(self) -> torch.Tensor:
         return self._rows
 
-    def keep(self, rows: torch.Tensor) -> None:
+    def keep(self, rows: torch.Tensor, changed: torch.Tensor | None = None) -> None:
         torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0, out=self._rows)
 
     def raw(self) -> torch.Tensor:
@@ -61,6 +65,11 @@ class QuantizedRows(KeptRows):
     def __init__(self, num_ranks: int, layout: WireLayout, device: torch.device) -> None:
         self.numel, self.layout = layout.numel, layout
         self._wire = torch.zeros(num_ranks, layout.row_bytes, dtype=torch.uint8, device=device)
+        self._full_precision = torch.zeros(layout.row_bytes, dtype=torch.bool, device=device)
+        for span in layout.spans:
+            if span.segment.bits is None:
+                end = span.data_offset + span.segment.numel * layout.dtype.itemsize
+                self._full_precision[span.data_offset : end] = True
 
     def read(self) -> torch.Tensor:
         num_ranks, device = len(self._wire), self._wire.device
@@ -69,9 +78,14 @@ class QuantizedRows(KeptRows):
         backend_for(device).decode(self._wire, self.layout, rows)
         return torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0, out=rows)
 
-    def keep(self, rows: torch.Tensor) -> None:
-        backend = backend_for(self._wire.device)
+    def keep(self, rows: torch.Tensor, changed: torch.Tensor | None = None) -> None:
+        backend, before = backend_for(self._wire.device), self._wire
+        self._wire = torch.empty_like(before)
         backend.encode(rows, self.layout, self._wire, key=0)
+        if changed is not None:
+            # Encoding what was decoded may move a scale by its last bit.
+            renewed = changed[:, None] | self._full_precision
+            torch.where(renewed, self._wire, before, out=self._wire)
         backend.decode(self._wire, self.layout, rows)
 
     def raw(self) -> torch.Tensor:

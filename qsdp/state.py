@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from qsdp.comms import DifferenceAllGather, QuantizedAllGather, QuantizedReduceScatter
+from qsdp.comms import QuantizedAllGather, QuantizedReduceScatter
+from qsdp.differences import DifferenceAllGather
 from qsdp.learning import LevelLearner
 from qsdp.units import Unit, find_units
 
@@ -73,16 +74,17 @@ def load_comm_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
 def comm_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """What differs between ranks: this rank's own tensors, by name; each rank saves its own.
 
-    ``known.PATH`` is this rank's row of the weights that all ranks decoded last
-    (``weight_mode="difference"``), ``lost.PATH`` what error feedback will add. A resumed run equals
-    an uninterrupted one bit for bit if they are given to :func:`load_comm_tensors`; without them it
-    starts with a raw gather, and with no error to feed back.
+    ``known.PATH`` is this rank's row of the weights that all ranks decoded last, and ``sent.PATH``
+    the row that it stands for (``weight_mode="difference"``), ``lost.PATH`` what error feedback
+    will add. A resumed run equals an uninterrupted one bit for bit if they are given to
+    :func:`load_comm_tensors`; without them it starts with a raw gather, and with no error to feed
+    back.
     """
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for unit in find_units(model):
         gather, scatter = unit.fsdp_group._all_gather_comm, unit.fsdp_group._reduce_scatter_comm
-        if isinstance(gather, DifferenceAllGather) and (row := gather.own_row()) is not None:
-            found[f"known.{unit.path}"] = row
+        if isinstance(gather, DifferenceAllGather):
+            found |= {f"{name}.{unit.path}": row for name, row in gather.own_rows().items()}
         if isinstance(scatter, QuantizedReduceScatter) and scatter.lost is not None:
             found[f"lost.{unit.path}"] = scatter.lost
     return found
@@ -103,7 +105,9 @@ def load_comm_tensors(model: nn.Module, tensors: dict[str, torch.Tensor]) -> Non
             getattr(group, "_reduce_scatter_comm", None),
         )
         if kind == "known" and isinstance(gather, DifferenceAllGather):
-            gather.start_from(value)
+            gather.start_from(value, tensors.get(f"sent.{path}"))
+        elif kind == "sent" and isinstance(gather, DifferenceAllGather):
+            pass  # goes with the known row
         elif kind == "lost" and isinstance(scatter, QuantizedReduceScatter):
             scatter.lost = value.clone()
         else:

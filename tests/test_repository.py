@@ -21,6 +21,7 @@ LAYERS = (
     {"collectives", "kept"},
     {"two_level", "units", "learning"},
     {"comms"},
+    {"differences"},
     {"fsdp", "ddp", "state"},
     {""},  # the package itself: public names
     {"trainer", "bench", "check", "theory", "integrations"},

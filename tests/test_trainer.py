@@ -364,9 +364,12 @@ def checkpoint_tensors(run, step):
     return [load_file(file) for file in files]
 
 
-LEARNED = {
+STATEFUL = {
     "preset": "w4g4",
-    "weights": {"bits": 4, "rounding": "nearest", "levels": "learned"},
+    "weights": {"bits": 4, "rounding": "nearest"},
+    "weight_mode": "difference",
+    "weight_memory": {"bits": 8, "rounding": "nearest"},
+    "gradients": {"bits": 4, "rounding": "nearest", "levels": "learned"},
     "level_schedule": {"first_step": 1, "every": 2},
     "error_feedback": True,
 }
@@ -375,13 +378,13 @@ LEARNED = {
 @pytest.mark.ranks
 @pytest.mark.timeout(150)
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path, text_file):
-    """Bit for bit, with learned levels, error feedback, dropout and gradient accumulation: model,
-    optimizer, losses.
+    """Bit for bit, with differences, learned levels, error feedback, dropout and gradient
+    accumulation: model, optimizer, losses.
 
     The exported model is the one that the validation measured.
     """
-    comm = tmp_path / "learned.json"
-    comm.write_text(json.dumps(LEARNED))
+    comm = tmp_path / "stateful.json"
+    comm.write_text(json.dumps(STATEFUL))
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     flags = small_flags(text_file, "--steps", "6", "--checkpoint-every", "3", "--eval-every", "2")
     status, out, err = finish(start(whole, *flags, "--comm", str(comm), "--export", "decoded"))
@@ -403,8 +406,13 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path, text_file):
         [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         for run in (whole, resumed)
     )
-    for name in ("step", "loss", "lr", "grad_norm", "sent", "valid_loss"):
+    for name in ("step", "loss", "lr", "grad_norm", "valid_loss"):
         assert [r.get(name) for r in records] == [r.get(name) for r in again]
+    sent, sent_again = (
+        {r["step"]: r["sent"] for r in rs if "sent" in r} for rs in (records, again)
+    )
+    assert sent_again.pop(4) > sent.pop(4)  # the rows that differences refer to, once
+    assert sent == sent_again
     check_export(whole, json.loads((whole / "result.json").read_text()))
 
 
@@ -416,17 +424,16 @@ def check_export(run, result):
     assert about["weights"] == result["exported"] == "decoded"
     assert "**decoded** weights" in (run / "model" / "README.md").read_text()
     assert result["valid_loss_decoded"] != result["valid_loss_master"]
-    assert 5 < result["ratio"] < 8 and result["median_step"]["network_s"] > 0
+    assert 8 < result["ratio"] < 16 and result["median_step"]["network_s"] > 0
     masters = {}
     for part in checkpoint_tensors(run, 6):
         for name, shard in part.items():
             masters.setdefault(name, []).append(shard)
     weight = model.transformer.h[0].mlp.c_fc.weight
     master = torch.cat(masters["model.transformer.h.0.mlp.c_fc.weight"])
-    # At 4 bits a block of weights has 16 values, which the masters do not. Learned levels are wide
-    # at the ends.
-    assert 0 < (weight - master).abs().max() < (master.max() - master.min()) / 6
-    assert len(weight.flatten()[:1024].unique()) <= 16
+    # Kept in 8 bits a block of weights has 256 values at most, which the masters do not.
+    assert 0 < (weight - master).abs().max() < (master.max() - master.min()) / 100
+    assert len(weight.flatten()[:1024].unique()) <= 256
     assert exported_loss(model, tokenizer, run) == pytest.approx(
         result["valid_loss_decoded"], rel=1e-6
     )

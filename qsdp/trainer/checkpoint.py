@@ -40,7 +40,7 @@ from qsdp.trainer.config import LATEST
 from qsdp.trainer.ranks import on_rank_zero, together
 
 DESCRIPTION = "checkpoint.json"
-FORMAT = 1
+FORMAT = 2
 _PARTIAL = ".partial"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -60,8 +60,8 @@ class Description(NamedTuple):
     num_ranks: int
     comm: dict[str, Any]
     """What communication remembers, where it is equal on all ranks."""
-    comm_tensors: dict[str, int]
-    """Elements of each of a rank's own tensors of communication."""
+    comm_tensors: dict[str, tuple[int, str]]
+    """Elements and dtype (``uint8``) of each of a rank's own tensors of communication."""
 
 
 def save_checkpoint(
@@ -213,15 +213,23 @@ def load_checkpoint(
     return description
 
 
+def describe_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, str]]:
+    """For :attr:`Description.comm_tensors`."""
+    return {n: (t.numel(), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
+
+
 def load_own_tensors(
-    path: Path, sizes: dict[str, int], device: torch.device
+    path: Path, described: dict[str, tuple[int, str]], device: torch.device
 ) -> dict[str, torch.Tensor]:
     """What this rank gave to :func:`save_checkpoint` as ``own``, on as many ranks; collective.
 
     Args:
-        sizes: elements of each, from the description.
+        described: elements and dtype of each, from the description.
     """
-    own = {name: torch.empty(size, device=device) for name, size in sizes.items()}
+    own = {
+        name: torch.empty(numel, dtype=getattr(torch, dtype), device=device)
+        for name, (numel, dtype) in described.items()
+    }
     tensors = _of_all_ranks(own)
     if tensors:
         together(lambda: _read_tensors(path, dict(tensors)))

@@ -18,6 +18,7 @@ from qsdp.agreement import all_gather_json
 from qsdp.trainer.check import check
 from qsdp.trainer.checkpoint import (
     Description,
+    describe_tensors,
     find_checkpoint,
     load_checkpoint,
     load_own_tensors,
@@ -250,7 +251,7 @@ def _save(run: Run, progress: Progress) -> None:
         data_states=all_gather_json(run.data.batches.state()),
         num_ranks=run.ranks.num_ranks,
         comm=comm.shared,
-        comm_tensors={name: tensor.numel() for name, tensor in comm.own.items()},
+        comm_tensors=describe_tensors(comm.own),
     )
     save_checkpoint(
         run.config.run_folder / "checkpoints",
