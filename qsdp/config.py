@@ -14,6 +14,7 @@ from qsdp.levels import LevelSchedule
 from qsdp.quantizer import MAX_BITS, MIN_BITS, Quantizer
 
 FULL_PRECISION = 32
+_FEW_BITS = 4  # to which presets do more than round
 
 WeightMode = Literal["value", "difference"]
 
@@ -265,7 +266,10 @@ class QSDPConfig:
     def preset(cls, name: str) -> QSDPConfig:
         """The preset ``w{2..8|32}g{2..8|32}``: bits of weights and gradients, 32 for none.
 
-        Weights are rounded by random shift, gradients stochastically; blocks of 1024.
+        From 5 bits on in blocks of 1024: weights rounded by random shift, gradients stochastically.
+        Below, what keeps the loss (docs/quality.md): weights as differences, kept in 8 bits, which
+        costs a byte of memory a parameter on every rank; gradients dithered after a Hadamard
+        transform, in blocks of 128.
 
         Raises:
             ValueError: no such preset.
@@ -278,12 +282,23 @@ class QSDPConfig:
                 f"{MIN_BITS} to {MAX_BITS}, or {FULL_PRECISION} for full precision, as in w8g8"
             )
         weights, gradients = bits
+        differences = weights <= _FEW_BITS
         return cls(
-            weights=None if weights == FULL_PRECISION else Quantizer(weights, rounding="shift"),
-            gradients=(
-                None if gradients == FULL_PRECISION else Quantizer(gradients, rounding="stochastic")
-            ),
+            weights=None if weights == FULL_PRECISION else _preset_weights(weights),
+            gradients=None if gradients == FULL_PRECISION else _preset_gradients(gradients),
+            weight_mode="difference" if differences else "value",
+            weight_memory=Quantizer(8, rounding="nearest") if differences else None,
         )
+
+
+def _preset_weights(bits: int) -> Quantizer:
+    return Quantizer(bits, rounding="nearest" if bits <= _FEW_BITS else "shift")
+
+
+def _preset_gradients(bits: int) -> Quantizer:
+    if bits > _FEW_BITS:
+        return Quantizer(bits, rounding="stochastic")
+    return Quantizer(bits, 128, "dither", scale_dtype="bfloat16", transform="hadamard")
 
 
 def _quantizer_from_json(value: Any, name: str) -> Quantizer | None:

@@ -79,27 +79,33 @@ class DifferenceAllGather(QuantizedAllGather):
         if kept is None or kept.numel != input_tensor.numel():
             kept = kept_rows(num_ranks, layout, self.memory, input_tensor.device)
             if self._start is None:
+                self._sent = input_tensor.clone()  # now: the input may lie in the output
                 ObservedAllGather.__call__(self, output_tensor, input_tensor, group)
                 kept.keep(output)
-                self.kept, self._sent = kept, input_tensor.clone()
+                self.kept = kept
                 return done_work() if async_op else None
             row = self._start.to(kept.raw().dtype)
             ObservedAllGather.__call__(self, kept.raw().view(-1), row, group)
             self.kept, self._start = kept, None
-        rows = kept.read()
+        device = input_tensor.device
+        with self.meter.phase("decode", device):
+            rows = kept.read()
+            if self.unit.in_backward:
+                output.copy_(rows)
         if self.unit.in_backward:
-            output.copy_(rows)
             self.meter.count_rows(0, num_ranks, stock=(num_ranks - 1) * input_tensor.nbytes)
             return done_work() if async_op else None
-        raw = self._raw_values(layout, input_tensor.device)
-        change = self._change(input_tensor, rows[own])
-        change[raw] = input_tensor[raw]
+        with self.meter.phase("encode", device):
+            raw = self._raw_values(layout, device)
+            change = self._change(input_tensor, rows[own])
+            change[raw] = input_tensor[raw]
         self.exchange(output_tensor, change, group, layout)
-        rows[:, raw] = output[:, raw]
-        output[:, raw] = 0
-        changed = output.any(1)
-        output += rows
-        kept.keep(output, changed)
+        with self.meter.phase("decode", device):
+            rows[:, raw] = output[:, raw]
+            output[:, raw] = 0
+            changed = output.any(1)
+            output += rows
+            kept.keep(output, changed)
         return done_work() if async_op else None
 
     def _change(self, values: torch.Tensor, known: torch.Tensor) -> torch.Tensor:

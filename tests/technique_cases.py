@@ -193,6 +193,11 @@ def case_equal_masters_give_equal_weights(rank: int) -> None:
     bfloat16 = Quantizer(4, 64, "dither", scale_dtype="bfloat16", transform="hadamard")
     for config in (DIFFERENCE, LIGHT, replace(LIGHT, weights=bfloat16)):
         model = qsdp.apply_qsdp(build(), config)
+        gathered = []
+        for _ in range(3):  # the first is raw
+            with unsharded(model) as weights:
+                gathered.append([weight.detach().clone() for weight in weights.values()])
+        assert equal(gathered[0], gathered[1]) and equal(gathered[0], gathered[2])
         train(model, rank, 2)
         with unsharded(model) as weights:
             before = {name: weight.detach().clone() for name, weight in weights.items()}

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from qsdp import Quantizer
+from qsdp import QSDPConfig, Quantizer
 from qsdp.cli import main
 from qsdp.plan.clusters import CASES, bench_config, case, from_benchmark
 from qsdp.plan.command import plan
-from qsdp.plan.model import parse_config, predict
-from qsdp.plan.sizes import Parameter, row_bytes
+from qsdp.plan.model import Cluster, Work, gather_cost, parse_config, predict
+from qsdp.plan.sizes import Parameter, gpt2, row_bytes
 from qsdp.wire import Segment, wire_layout
 
 ROOT = Path(__file__).parent.parent
@@ -37,6 +37,40 @@ def test_bytes_are_the_wires(bits: int, num_ranks: int) -> None:
 
     expected = wire_layout(tuple(segments), torch.float32).row_bytes
     assert row_bytes(unit, num_ranks, bits, block_size=1024, itemsize=4) == expected
+
+
+@pytest.mark.parametrize("name", ["w8g8", "w5g4", "w4g4", "w3g6", "w2g2"])
+def test_configs_are_the_presets(name: str) -> None:
+    config, preset = parse_config(name), QSDPConfig.preset(name)
+    unit = (Parameter(1000), Parameter(512, 300))
+    import torch
+
+    for bits, block, meta, quantizer in (
+        (config.weight_bits, config.weight_block, config.weight_meta, preset.weights),
+        (config.gradient_bits, config.gradient_block, config.gradient_meta, preset.gradients),
+    ):
+        assert quantizer is not None
+        segments = (Segment(500), quantizer.segment(256 * 300))
+        size = {"block_size": block, "itemsize": 4, "meta_bytes": meta}
+        assert row_bytes(unit, 2, bits, **size) == wire_layout(segments, torch.float32).row_bytes
+    assert config.differences == (preset.weight_mode == "difference")
+
+
+def test_differences_are_gathered_once() -> None:
+    """Half the weights' bytes of the blocks that values take at equal bits."""
+    model = gpt2(4, 256, vocab=1024, sequence=128)
+    cluster = Cluster("two", 2, 1, 1.0, 10.0, 100.0, 1.0, 10.0, 10.0)
+    once = parse_config("w4g8")
+    twice = replace(once, differences=False)
+    gathered = [
+        sum(gather_cost(unit, cluster, once).between_nodes for unit in units)
+        for units in (model.units[:1], model.units[1:])
+    ]
+    bytes_once, bytes_twice = (
+        predict(model, cluster, Work(tokens=1024.0), config).between_nodes
+        for config in (once, twice)
+    )
+    assert bytes_twice - bytes_once == gathered[1]
 
 
 @pytest.mark.parametrize(("gbps", "published"), [(10.0, 2.25), (100.0, 1.15)])

@@ -20,9 +20,21 @@ CONFIG_HELP = (
 )
 
 
+# Rows that a gather decodes: for differences what was kept, the differences, and what is kept then,
+# which is encoded and added to besides.
+_PASSES = {False: 1, True: 5}
+
+
 @dataclass(frozen=True)
 class Config:
-    """What crosses the network: ``stock``, or qsdp's ``flat`` or ``two-level`` collectives."""
+    """What crosses the network: ``stock``, or qsdp's ``flat`` or ``two-level`` collectives.
+
+    Attributes:
+        weight_block, gradient_block: values that share a scale and an offset.
+        weight_meta, gradient_meta: bytes of these.
+        differences: weights travel as differences, once a micro-batch.
+        intra_gradient_bits: of gradients inside the node; None for their own precision.
+    """
 
     name: str
     weight_bits: int
@@ -30,8 +42,10 @@ class Config:
     collectives: str
     weight_block: int = 1024
     gradient_block: int = 1024
+    weight_meta: int = 8
+    gradient_meta: int = 8
+    differences: bool = False
     intra_gradient_bits: int | None = None
-    """Gradients inside the node; None for their own precision."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +148,24 @@ def parse_config(name: str) -> Config:
         if stock and not flat and all(b in (16, 32) for b in bits):
             return Config(name, *bits, "stock")
         if not stock and all(2 <= b <= 8 for b in bits):
-            return Config(name, *bits, "flat" if flat else "two-level")
+            return _preset(name, *bits, "flat" if flat else "two-level")
     raise ValueError(f"unknown config {name!r}: there are {CONFIG_HELP}")
+
+
+def _preset(name: str, weight_bits: int, gradient_bits: int, collectives: str) -> Config:
+    """What `QSDPConfig.preset` makes of these bits."""
+    config = Config(name, weight_bits, gradient_bits, collectives, differences=weight_bits <= 4)
+    if gradient_bits <= 4:
+        config = replace(config, gradient_block=128, gradient_meta=4)
+    return config
 
 
 def predict(model: Model, cluster: Cluster, work: Work, config: Config) -> Prediction:
     """One optimizer step."""
     if cluster.ranks_per_node == 1 or cluster.nodes == 1:
         config = replace(config, collectives=config.collectives.replace("two-level", "flat"))
+    if config.differences:
+        work = replace(work, gathers=1)  # what was decoded is still there in backward
     compute = _compute_seconds(model, cluster, work)
     gathers = [gather_cost(unit, cluster, config) for unit in model.units]
     reduces = [reduce_cost(unit, cluster, config) for unit in model.units]
@@ -175,8 +199,9 @@ def gather_cost(unit: tuple[Parameter, ...], cluster: Cluster, config: Config) -
         return Collective(0, 0.0, 0.0)
     if config.collectives == "stock":
         return _ring(shard * config.weight_bits // 8, cluster, stock=True, gather=True)
-    row = row_bytes(unit, ranks, config.weight_bits, block_size=config.weight_block, itemsize=4)
-    codec = _codec_seconds(shard * (1 + ranks), cluster)
+    size = {"block_size": config.weight_block, "itemsize": 4, "meta_bytes": config.weight_meta}
+    row = row_bytes(unit, ranks, config.weight_bits, **size)
+    codec = _codec_seconds(shard * (1 + ranks * _PASSES[config.differences]), cluster)
     if config.collectives == "flat":
         return _ring(row, cluster, stock=False, gather=True)._replace(codec_s=codec)
     egress = per_node * (nodes - 1) * row
@@ -194,7 +219,11 @@ def reduce_cost(unit: tuple[Parameter, ...], cluster: Cluster, config: Config) -
         return Collective(0, 0.0, 0.0)
     if config.collectives == "stock":
         return _ring(shard * config.gradient_bits // 8, cluster, stock=True, gather=False)
-    size = {"block_size": config.gradient_block, "itemsize": 4}
+    size = {
+        "block_size": config.gradient_block,
+        "itemsize": 4,
+        "meta_bytes": config.gradient_meta,
+    }
     row = row_bytes(unit, ranks, config.gradient_bits, **size)
     if config.collectives == "flat":
         egress = per_node * (ranks - per_node) * row

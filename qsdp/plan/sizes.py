@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-META_BYTES = 8  # scale and offset of a block
+META_BYTES = 8  # scale and offset of a block, in float32
 ROW_ALIGNMENT = 8
 MIN_QUANTIZED = 1024  # elements; smaller parameters travel in full precision, as vectors do
 
@@ -92,7 +92,13 @@ def shard_numel(unit: tuple[Parameter, ...], num_ranks: int) -> int:
 
 @lru_cache(maxsize=65536)
 def row_bytes(
-    unit: tuple[Parameter, ...], num_ranks: int, bits: int, *, block_size: int, itemsize: int
+    unit: tuple[Parameter, ...],
+    num_ranks: int,
+    bits: int,
+    *,
+    block_size: int,
+    itemsize: int,
+    meta_bytes: int = META_BYTES,
 ) -> int:
     """Bytes of one rank's row of a unit at ``bits``; of full-precision parameters ``itemsize``."""
     total = 0
@@ -102,7 +108,7 @@ def row_bytes(
             total += numel * itemsize
             continue
         full, rest = divmod(numel, block_size)
-        total += (full + (rest > 0)) * META_BYTES
+        total += (full + (rest > 0)) * meta_bytes
         total += full * _code_bytes(block_size, bits) + _code_bytes(rest, bits)
     return -(-total // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
