@@ -388,7 +388,7 @@ def case_gradient_scaler_overflow(rank: int) -> None:
 
 def case_saving_and_loading(rank: int) -> None:
     """Full, sharded and distributed checkpoints, with qsdp on either side, also in mid-run."""
-    source = qsdp.apply_qsdp(build(), QSDPConfig.preset("w4g4"))
+    source = qsdp.apply_qsdp(build(), QSDPConfig.preset("w5g5"))
     train(source, rank, 2)
     expected = shards(source)
     full = get_model_state_dict(source, options=StateDictOptions(full_state_dict=True))
@@ -413,7 +413,7 @@ def case_saving_and_loading(rank: int) -> None:
                 set_model_state_dict(target, state)
             assert equal(expected, shards(target)), kind
             if config is not None:
-                qsdp.apply_qsdp(target, QSDPConfig.preset("w4g4"))
+                qsdp.apply_qsdp(target, QSDPConfig.preset("w5g5"))
                 with torch.no_grad():
                     assert torch.equal(
                         loss_of(source, batch(rank, 5)), loss_of(target, batch(rank, 5))

@@ -217,6 +217,23 @@ def case_equal_masters_give_equal_weights(rank: int) -> None:
                 assert name not in exact or torch.equal(weight, exact[name]), name
 
 
+def case_validations_change_nothing(rank: int) -> None:
+    """Nor do micro-batches: a forward more, and training goes on bit for bit as without it."""
+    for config in (DIFFERENCE, LIGHT, QSDPConfig.preset("w4g4")):
+        runs = []
+        for validations in (0, 2):
+            model = qsdp.apply_qsdp(build(), config)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            losses = []
+            for step in range(4):
+                for _ in range(validations):
+                    with torch.no_grad():
+                        loss_of(model, batch(rank, 50))
+                losses += train(model, rank, 1, first=step, optimizer=optimizer)
+            runs.append((losses, shards(model)))
+        assert runs[0][0] == runs[1][0] and equal(runs[0][1], runs[1][1])
+
+
 def case_light_memory_keeps_bytes(rank: int) -> None:
     """A byte a weight is kept, all ranks compute with it, and it is as close as 8 bits are."""
     model = qsdp.apply_qsdp(build(), LIGHT)
