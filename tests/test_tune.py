@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 pytest.importorskip("transformers", reason="needs pip install 'qsdp[train]'")
 
 from qsdp import Quantizer
+from qsdp.cli import main
 from qsdp.tune.allocate import (
     WIDTHS,
     Item,
@@ -49,6 +51,12 @@ def test_budget_is_kept_and_nearly_best(seed: int, bits: float) -> None:
         <= max(2.0, bits - 0.5)
     )
     assert total_harm(items, found) <= best + 1e-12
+
+
+def test_base_must_send_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tune", str(tmp_path), "--out", str(tmp_path / "out.json"), "--base", "w4g4"]
+    assert main(arguments) != 0
+    assert "--base must send weights as values" in capsys.readouterr().err
 
 
 def test_sensitive_parameters_get_more_bits() -> None:

@@ -18,6 +18,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+PUBLISHED = {"linestyle": ":", "fillstyle": "none"}
 STYLES = {
     ("uniform", "measured"): {"color": "#0072B2", "marker": "o"},
     ("learned", "measured"): {"color": "#009E73", "marker": "s"},

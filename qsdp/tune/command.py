@@ -79,13 +79,29 @@ def _parser() -> argparse.ArgumentParser:
     add("run", type=Path, help="folder of a run with a checkpoint")
     add("--bits", type=float, default=4.0, help="bits a value on average, each way; default 4")
     add("--max-loss", type=float, help="for weights, in place of --bits: nats the loss may rise")
-    add("--base", default="w4g4", help="preset or JSON file whose quantizers get other widths")
+    add(
+        "--base",
+        help="preset or JSON file whose quantizers get other widths; default: those of w4g4, with "
+        "weights as values",
+    )
     add("--batches", type=int, default=4, help="batches of training text to measure on; default 4")
     add("--out", type=Path, required=True, help="JSON file to write")
     return parser
 
 
-def _base(name: str) -> QSDPConfig:
+def _base(name: str | None) -> QSDPConfig:
+    if name is None:
+        return replace(QSDPConfig.preset("w4g4"), weight_mode="value", weight_memory=None)
+    base = _named_base(name)
+    if base.weight_mode == "difference":
+        raise ValueError(
+            f"--base must send weights as values, for it is their error that is measured; {name} "
+            'sends differences: give a JSON file with "weight_mode": "value"'
+        )
+    return base
+
+
+def _named_base(name: str) -> QSDPConfig:
     text = embedded_comm(name)
     if not text.startswith("{"):
         return QSDPConfig.preset(text)
