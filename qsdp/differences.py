@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from qsdp.buffers import pool
 from qsdp.comms import ObservedAllGather, QuantizedAllGather
-from qsdp.kept import KeptRows, kept_rows
+from qsdp.kept import KeptRows, kept_rows, rows_with_values
 from qsdp.quantizer import Quantizer
 from qsdp.two_level import NodeGroups
 from qsdp.units import Unit
@@ -103,21 +104,27 @@ class DifferenceAllGather(QuantizedAllGather):
         with self.meter.phase("decode", device):
             rows[:, raw] = output[:, raw]
             output[:, raw] = 0
-            changed = output.any(1)
+            changed = None if self.memory is None else rows_with_values(output)
             output += rows
             kept.keep(output, changed)
         return done_work() if async_op else None
 
     def _change(self, values: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-        """``values - known``; zeros where nothing is to be sent, decided on the device."""
-        change = values - known
+        """``values - known``; zeros where nothing is to be sent, on GPUs decided there."""
+        change = pool.take(values.numel(), values.dtype, values.device)
+        torch.sub(values, known, out=change)
         if self._sent is None or self._sent.shape != values.shape:
             self._sent = values.clone()
             return change
         # An infinity is equal to itself, but not known to the others.
-        send = (values != self._sent).any() | ~change.isfinite().all()
+        if values.device.type == "cpu":
+            if torch.equal(values, self._sent) and change.isfinite().all():
+                change.zero_()
+        else:
+            send = (values != self._sent).any() | ~change.isfinite().all()
+            change = torch.where(send, change, 0)
         self._sent.copy_(values)
-        return torch.where(send, change, 0)
+        return change
 
     def _raw_values(self, layout: WireLayout, device: torch.device) -> torch.Tensor:
         """Indices of the values of a row that travel in full precision, not as differences."""

@@ -65,6 +65,7 @@ class QuantizedRows(KeptRows):
     def __init__(self, num_ranks: int, layout: WireLayout, device: torch.device) -> None:
         self.numel, self.layout = layout.numel, layout
         self._wire = torch.zeros(num_ranks, layout.row_bytes, dtype=torch.uint8, device=device)
+        self._spare = torch.empty_like(self._wire)
         self._full_precision = torch.zeros(layout.row_bytes, dtype=torch.bool, device=device)
         for span in layout.spans:
             if span.segment.bits is None:
@@ -76,13 +77,17 @@ class QuantizedRows(KeptRows):
         rows = pool.take(num_ranks * self.layout.numel, self.layout.dtype, device)
         rows = rows.view(num_ranks, -1)
         backend_for(device).decode(self._wire, self.layout, rows)
-        return torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0, out=rows)
+        # A sum is finite only if all of its terms are, and reads without writing.
+        if device.type != "cpu" or not rows.sum().isfinite():
+            torch.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0, out=rows)
+        return rows
 
     def keep(self, rows: torch.Tensor, changed: torch.Tensor | None = None) -> None:
         backend, before = backend_for(self._wire.device), self._wire
-        self._wire = torch.empty_like(before)
+        self._wire, self._spare = self._spare, before
         backend.encode(rows, self.layout, self._wire, key=0)
-        if changed is not None:
+        # On CPUs it costs nothing to see that there is nothing to put back.
+        if changed is not None and not (changed.device.type == "cpu" and changed.all()):
             # Encoding what was decoded may move a scale by its last bit.
             renewed = changed[:, None] | self._full_precision
             torch.where(renewed, self._wire, before, out=self._wire)
@@ -90,6 +95,14 @@ class QuantizedRows(KeptRows):
 
     def raw(self) -> torch.Tensor:
         return self._wire
+
+
+def rows_with_values(rows: torch.Tensor) -> torch.Tensor:
+    """(num_rows,) bool: which of ``rows`` (num_rows, numel) hold anything but zeros."""
+    if rows.device.type != "cpu":
+        return rows.any(1)
+    # Where rows hold something, the first values nearly always tell.
+    return torch.tensor([bool(row[:1024].any()) or bool(row.any()) for row in rows])
 
 
 def kept_rows(

@@ -148,7 +148,7 @@ def case_overrides(rank: int) -> None:
         "*.up.weight": "w2g4",
         "blocks.1.*": "w8g8",  # not up, which the pattern before has taken
     }
-    model = qsdp.apply_qsdp(build(), replace(QSDPConfig.preset("w4g4"), overrides=overrides))
+    model = qsdp.apply_qsdp(build(), QSDPConfig(Quantizer(4), Quantizer(4), overrides=overrides))
     masters = {name: p.full_tensor() for name, p in model.named_parameters()}
     with unsharded(model) as weights:
         assert torch.equal(weights["embed.weight"], masters["embed.weight"])
