@@ -1,6 +1,6 @@
 """Relative error of quantized weights and gradients of a model in training, by technique and bits.
 
-    python benchmarks/quality/errors.py RUN [--out benchmarks/quality/errors]
+    python benchmarks/quality/errors.py RUN [--steps N ...] [--out benchmarks/quality/errors]
 
 RUN is a folder of `qsdp train` with several checkpoints (`--checkpoint-every N --keep-checkpoints
 9`). At each of them, all weight matrices and the gradients of one batch are encoded and decoded;
@@ -92,6 +92,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/quality/errors"))
+    parser.add_argument("--steps", nargs="+", type=int, default=[], help="default: all saved")
     options = parser.parse_args()
     config = read_config(options.run)
     model = build_model(config, load_tokenizer(_tokenizer(options.run, config)))
@@ -99,11 +100,14 @@ def main() -> int:
     (batch,) = _batches(options.run, config, model, 1)
     found: dict[str, dict[str, dict[str, list[float]]]] = {"weights": {}, "gradients": {}}
     for path in complete_checkpoints(options.run / "checkpoints"):
+        number = int(path.name.split("-")[1])
+        if options.steps and number not in options.steps:
+            continue
         state = {"model." + name: p.data for name, p in model.named_parameters()}
         load(state, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
         model.zero_grad()
         token_losses(model, batch).mean().backward()
-        step = f"step {int(path.name.split('-')[1])}"
+        step = f"step {number}"
         found["weights"][step] = curves(list(matrices.values()))
         found["gradients"][step] = curves([p.grad for p in matrices.values()])
     text = "\n\n".join(
