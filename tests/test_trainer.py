@@ -281,8 +281,8 @@ def _flip(file):
         (_truncate, "*.safetensors", "bytes, .* were written"),
         (_flip, "*.safetensors", "safetensors is damaged: its CRC-32 is not"),
         (_truncate, "*.json", "checkpoint.json is damaged"),
-        (lambda f: f.write_text('{"format": 1}'), "*.json", "it lacks the field 'step'"),
-        (lambda f: f.write_text('{"format": 9}'), "*.json", "format is 9, this version .* reads 1"),
+        (lambda f: f.write_text('{"format": 2}'), "*.json", "it lacks the field 'step'"),
+        (lambda f: f.write_text('{"format": 9}'), "*.json", "format is 9, this version .* reads 2"),
     ],
 )
 def test_damaged_checkpoint_is_named_and_nothing_is_loaded(
