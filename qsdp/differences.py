@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from qsdp.buffers import pool
 from qsdp.comms import ObservedAllGather, QuantizedAllGather
-from qsdp.kept import KeptRows, kept_rows, rows_with_values
+from qsdp.kept import KeptRows, full_precision_values, kept_rows
 from qsdp.quantizer import Quantizer
 from qsdp.two_level import NodeGroups
 from qsdp.units import Unit
@@ -89,51 +89,41 @@ class DifferenceAllGather(QuantizedAllGather):
             ObservedAllGather.__call__(self, kept.raw().view(-1), row, group)
             self.kept, self._start = kept, None
         device = input_tensor.device
-        with self.meter.phase("decode", device):
-            rows = kept.read()
-            if self.unit.in_backward:
-                output.copy_(rows)
         if self.unit.in_backward:
+            with self.meter.phase("decode", device):
+                kept.read(output)
             self.meter.count_rows(0, num_ranks, stock=(num_ranks - 1) * input_tensor.nbytes)
             return done_work() if async_op else None
         with self.meter.phase("encode", device):
-            raw = self._raw_values(layout, device)
-            change = self._change(input_tensor, rows[own])
-            change[raw] = input_tensor[raw]
+            change = self._change(input_tensor, kept, own, layout)
         self.exchange(output_tensor, change, group, layout)
         with self.meter.phase("decode", device):
-            rows[:, raw] = output[:, raw]
-            output[:, raw] = 0
-            changed = None if self.memory is None else rows_with_values(output)
-            output += rows
-            kept.keep(output, changed)
+            kept.add(output)
         return done_work() if async_op else None
 
-    def _change(self, values: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-        """``values - known``; zeros where nothing is to be sent, on GPUs decided there."""
+    def _change(
+        self, values: torch.Tensor, kept: KeptRows, own: int, layout: WireLayout
+    ) -> torch.Tensor:
+        """What to send: ``values`` less what is kept of them, zeros if that was sent already.
+
+        In full precision the values themselves are sent. On GPUs nothing waits for the answer.
+        """
         change = pool.take(values.numel(), values.dtype, values.device)
-        torch.sub(values, known, out=change)
+        kept.read(change, own)
+        torch.sub(values, change, out=change)
         if self._sent is None or self._sent.shape != values.shape:
             self._sent = values.clone()
-            return change
-        # An infinity is equal to itself, but not known to the others.
-        if values.device.type == "cpu":
-            if torch.equal(values, self._sent) and change.isfinite().all():
-                change.zero_()
         else:
-            send = (values != self._sent).any() | ~change.isfinite().all()
-            change = torch.where(send, change, 0)
-        self._sent.copy_(values)
-        return change
-
-    def _raw_values(self, layout: WireLayout, device: torch.device) -> torch.Tensor:
-        """Indices of the values of a row that travel in full precision, not as differences."""
+            # An infinity is equal to itself, but not known to the others.
+            if values.device.type == "cpu":
+                if torch.equal(values, self._sent) and change.isfinite().all():
+                    change.zero_()
+            else:
+                send = (values != self._sent).any() | ~change.isfinite().all()
+                change = torch.where(send, change, 0)
+            self._sent.copy_(values)
         if self._unquantized is None or self._unquantized[0] is not layout:
-            indices = [
-                torch.arange(span.value_offset, span.value_offset + span.segment.numel)
-                for span in layout.spans
-                if span.segment.bits is None
-            ]
-            found = torch.cat(indices) if indices else torch.empty(0, dtype=torch.long)
-            self._unquantized = (layout, found.to(device))
-        return self._unquantized[1]
+            self._unquantized = (layout, full_precision_values(layout, values.device))
+        raw = self._unquantized[1]
+        change[raw] = values[raw]
+        return change

@@ -259,6 +259,18 @@ def _differences(case: Case, layout: WireLayout, memory: Memory) -> list[str]:
     cpu.decode_sum(own_wire, layout, own_out, **factors)
     if not same_values(out, own_out):
         found.append("decode_sum")
+
+    sums = values.clone()
+    own_sums = memory.tensor(shape, case.dtype, of_values)
+    own_sums.copy_(values)
+    after = torch.empty(wire_shape, dtype=torch.uint8)
+    own_after = memory.tensor(wire_shape, torch.uint8, of_out)
+    reference.accumulate(sums, layout, wire, after)
+    cpu.accumulate(own_sums, layout, own_wire, own_after)
+    if not same_values(sums, own_sums):
+        found.append("accumulate")
+    if not torch.equal(after, own_after):
+        found.append("what accumulate encodes")
     return found
 
 

@@ -1,6 +1,6 @@
 """One interface, several implementations side by side; ``reference`` defines the result.
 
-A backend is a module with ``encode``, ``decode`` and ``decode_sum`` (contracts in
+A backend is a module with ``encode``, ``decode``, ``decode_sum`` and ``accumulate`` (contracts in
 :mod:`qsdp.kernels.reference`). :func:`backend_for` picks one by device, at the first call.
 """
 
@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from qsdp.kernels import reference
+from qsdp.kernels.accumulate import Accumulate
 from qsdp.wire import WireLayout
 
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,6 +45,9 @@ class Backend(Protocol):
         multiply: float = 1.0,
         divide: float = 1.0,
     ) -> None: ...
+
+    @property
+    def accumulate(self) -> Accumulate: ...
 
 
 def backend_for(device: torch.device) -> Backend:

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -25,7 +26,7 @@
 namespace {
 
 // Bumped whenever a struct or a signature below changes: cpu.py refuses a stale library.
-constexpr int ABI = 3;
+constexpr int ABI = 4;
 
 enum Dtype : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
 enum Rounding : int32_t { NEAREST, STOCHASTIC, SHIFT, DITHER };
@@ -70,10 +71,22 @@ struct DecodeJob {
   int32_t dtype;
   bool streaming;  // past the caches, where the output is float32
   bool plain;      // the output is float32, nothing is summed, multiplied or divided
+  int64_t first = 0;  // flat index of the value that `out` starts with
+};
+
+// Values, what `before` holds of them added; encoded to `wire`, and what that holds of them.
+struct AccumulateJob {
+  const Layout* layout;
+  char* values;
+  const uint8_t* before;
+  uint8_t* wire;
+  int64_t num_rows;
+  int32_t dtype;
 };
 
 constexpr int CHUNK = 128;   // values quantized or unpacked together: one stretch of random bits
 constexpr int TILE = 1024;   // values decoded together: their float32 sum stays in L1
+constexpr int STAGE = 8192;  // values that go through decoding, adding, encoding while in L2
 constexpr int ROTATION = 32;    // values of a segment that are rotated together
 constexpr int ROTATED = 4096;   // rotated values of a block that are kept: 16 KiB, half of an L1
 constexpr int META_ALIGNMENT = 4;
@@ -377,6 +390,7 @@ struct Isa {
   bool (*supported)();
   void (*encode)(const EncodeJob&, int64_t begin, int64_t end);
   void (*decode)(const DecodeJob&, int64_t begin, int64_t end);
+  void (*accumulate)(const AccumulateJob&, int64_t begin, int64_t end);
 };
 
 bool always() { return true; }
@@ -396,10 +410,10 @@ bool has_avx512() {
 // Best first.
 const Isa ISAS[] = {
 #if defined(__x86_64__)
-    {"avx512", has_avx512, avx512::encode, avx512::decode},
-    {"avx2", has_avx2, avx2::encode, avx2::decode},
+    {"avx512", has_avx512, avx512::encode, avx512::decode, avx512::accumulate},
+    {"avx2", has_avx2, avx2::encode, avx2::decode, avx2::accumulate},
 #endif
-    {"baseline", always, baseline::encode, baseline::decode},
+    {"baseline", always, baseline::encode, baseline::decode, baseline::accumulate},
 };
 
 const Isa* forced = nullptr;
@@ -482,6 +496,15 @@ void qsdp_decode(const Layout* layout, const uint8_t* wire, char* out, int64_t n
   const DecodeJob job{layout,   wire,   out,   num_outputs, rows_per_output,
                       multiply, divide, dtype, streaming,   plain};
   run(isa().decode, job, total, threads);
+}
+
+void qsdp_accumulate(const Layout* layout, char* values, const uint8_t* before, uint8_t* wire,
+                     int64_t num_rows, int32_t dtype, int32_t threads) {
+  const int64_t rest = layout->row_bytes - layout->payload_bytes;
+  for (int64_t row = 0; rest && row < num_rows; row++)
+    memset(wire + row * layout->row_bytes + layout->payload_bytes, 0, size_t(rest));
+  const AccumulateJob job{layout, values, before, wire, num_rows, dtype};
+  run(isa().accumulate, job, num_rows * layout->numel, threads);
 }
 
 }  // extern "C"
@@ -1638,7 +1661,7 @@ INLINE void decode_one(const DecodeJob& job, int64_t output, const Tile& tile, i
   const Layout& layout = *job.layout;
   const Span& span = tile.span;
   const int64_t value = span.value_offset + tile.block * span.block_size + tile.at;
-  char* out = job.out + (output * layout.numel + value) * item_size(job.dtype);
+  char* out = job.out + (output * layout.numel + value - job.first) * item_size(job.dtype);
   const uint8_t* row = job.wire + output * job.rows_per_output * layout.row_bytes;
   const uint8_t* codes = row + span.data_offset + tile.block * code_bytes;
   const uint8_t* meta = row + span.meta_offset + tile.block * meta_bytes(span);
@@ -1690,6 +1713,58 @@ void decode(const DecodeJob& job, int64_t begin, int64_t end) {
 #if defined(__x86_64__)
   if (job.streaming) _mm_sfence();
 #endif
+}
+
+// ------------------------------------------------------------------------------------ accumulate
+
+// Adds `n` values to others; of those that are not finite, nothing.
+template <class T>
+INLINE void add_finite(const char* more, int64_t n, char* to) {
+  const auto sum = [](Floats kept, Floats x) {
+    return x + (Floats)((Words)kept & (Words)(kept - kept == Floats{}));
+  };
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES)
+    T::put(sum(T::get(more + i * T::SIZE), T::get(to + i * T::SIZE)), to + i * T::SIZE);
+  if (i == n) return;
+  char padded[2][LANES * T::SIZE];
+  const Floats kept = T::get(pad<T>(more + i * T::SIZE, n - i, padded[0], LANES));
+  const Floats x = T::get(pad<T>(to + i * T::SIZE, n - i, padded[1], LANES));
+  T::put(sum(kept, x), padded[0]);
+  memcpy(to + i * T::SIZE, padded[0], size_t((n - i) * T::SIZE));
+}
+
+template <class T>
+void accumulate_values(const AccumulateJob& job, int64_t begin, int64_t end) {
+  const Layout& layout = *job.layout;
+  int64_t largest = 1;
+  for (int64_t i = 0; i < layout.num_spans; i++)
+    if (layout.spans[i].bits) largest = maximum(largest, layout.spans[i].block_size);
+  // A stage ends with the last block that begins in it.
+  const std::unique_ptr<char[]> kept(new char[size_t((STAGE + largest) * T::SIZE)]);
+  const bool plain = job.dtype == FLOAT32;
+  for (int64_t at = begin; at < end; at += STAGE) {
+    const int64_t to = minimum(at + STAGE, end);
+    decode({&layout, job.before, kept.get(), job.num_rows, 1, 1.0f, 1.0f, job.dtype, false, plain, at},
+           at, to);
+    for_blocks(layout, at, to, [&](int64_t row, int64_t index, int64_t first, int64_t last) {
+      const Span& span = layout.spans[index];
+      if (!span.bits) return;
+      const int64_t from = first * span.block_size;
+      const int64_t n = minimum(last * span.block_size, span.numel) - from;
+      const int64_t value = row * layout.numel + span.value_offset + from;
+      add_finite<T>(kept.get() + (value - at) * T::SIZE, n, job.values + value * T::SIZE);
+    });
+    encode({&layout, job.values, job.wire, job.num_rows, 0, 0, job.dtype}, at, to);
+    decode({&layout, job.wire, job.values, job.num_rows, 1, 1.0f, 1.0f, job.dtype, false, plain},
+           at, to);
+  }
+}
+
+void accumulate(const AccumulateJob& job, int64_t begin, int64_t end) {
+  if (job.dtype == FLOAT32) return accumulate_values<Float32>(job, begin, end);
+  if (job.dtype == BFLOAT16) return accumulate_values<Bfloat16>(job, begin, end);
+  accumulate_values<Float16>(job, begin, end);
 }
 
 }  // namespace QSDP_NAMESPACE

@@ -21,7 +21,7 @@ from qsdp.wire import Span, WireLayout
 NAME = "cpu"
 
 LIBRARY = Path(__file__).with_name("_cpu.so")
-ABI = 3  # of cpu.cpp; a library with another number was left over from another version
+ABI = 4  # of cpu.cpp; a library with another number was left over from another version
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ROUNDINGS = {"nearest": 0, "stochastic": 1, "shift": 2, "dither": 3}
@@ -138,6 +138,30 @@ def decode_sum(
     assert num_rows >= 1
     _check(out, (layout.numel,))
     _decode(wire, layout, out, 1, num_rows, multiply, divide)
+
+
+def accumulate(
+    values: torch.Tensor, layout: WireLayout, before: torch.Tensor, wire: torch.Tensor
+) -> None:
+    """See :func:`qsdp.kernels.accumulate.stepwise`; in one pass over memory."""
+    if layout.has_norms:
+        return reference.accumulate(values, layout, before, wire)
+    table = _table(layout)
+    num_rows = values.shape[0]
+    _check(values, (num_rows, layout.numel))
+    for rows in (before, wire):
+        _check(rows, (num_rows, layout.row_bytes))
+        assert rows.dtype == torch.uint8
+    assert not table.has_raw or values.dtype == layout.dtype
+    _library().qsdp_accumulate(
+        table.address,
+        values.data_ptr(),
+        before.data_ptr(),
+        wire.data_ptr(),
+        num_rows,
+        _DTYPES[values.dtype],
+        torch.get_num_threads(),
+    )
 
 
 def _decode(
@@ -266,4 +290,6 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         *(c_float, c_float, c_int32, c_int32),
     )
     library.qsdp_decode.restype = None
+    library.qsdp_accumulate.argtypes = (pointer,) * 4 + (size, c_int32, c_int32)
+    library.qsdp_accumulate.restype = None
     return library, ""

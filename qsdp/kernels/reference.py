@@ -42,6 +42,7 @@ from typing import NamedTuple
 
 import torch
 
+from qsdp.kernels.accumulate import stepwise
 from qsdp.kernels.bfloat16 import round_down_to_bfloat16, round_up_to_bfloat16
 from qsdp.kernels.packing import pack, unpack
 from qsdp.kernels.philox import MASK32, random16_per_block, random16_per_value
@@ -124,6 +125,9 @@ def decode_sum(
             total = inverse_hadamard(total)
         total = total * multiply / torch.full_like(total, divide)
         out[span.value_offset : span.value_offset + span.segment.numel].copy_(total)
+
+
+accumulate = stepwise(encode, decode)
 
 
 def quantize_blocks(

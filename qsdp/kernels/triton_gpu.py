@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from qsdp.kernels import reference
+from qsdp.kernels.accumulate import stepwise
 from qsdp.kernels.reference import grid_steps, level_thresholds
 from qsdp.kernels.triton_decode import decode_kernel, decode_sum_kernel
 from qsdp.kernels.triton_encode import encode_kernel
@@ -131,6 +132,9 @@ def decode_sum(
                 **_alignments(launch, layout, value_rows=1, wire_rows=len(wire)),
                 **_options(launch.decode_format),
             )
+
+
+accumulate = stepwise(encode, decode)
 
 
 def _options(format_: Format) -> dict[str, Any]:
