@@ -132,7 +132,7 @@ def test_low_precision_rows() -> None:
     rows = list(measure(settings, reference))
     torch.set_num_threads(threads)
     assert {row.dtype for row in rows} == {"bfloat16"}
-    assert {row.op for row in rows} == {"encode", "decode", "decode_sum"}
+    assert {row.op for row in rows} == {"encode", "decode", "decode_sum", "accumulate"}
     assert {row.peer for row in rows} == {None}
 
 

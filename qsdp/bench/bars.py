@@ -33,12 +33,18 @@ class Verdict(NamedTuple):
 
 
 def _encode(row: Row, bits: tuple[int, ...], roundings: tuple[str, ...]) -> bool:
-    plain = row.op == "encode" and row.levels is None
+    plain = row.op == "encode" and row.levels is None and row.format is None
     return plain and row.bits in bits and row.rounding in roundings
 
 
 def _plain(row: Row, op: str, bits: tuple[int, ...]) -> bool:
-    return row.op == op and row.levels is None and row.bits in bits
+    return row.op == op and row.levels is None and row.format is None and row.bits in bits
+
+
+def _of_few_bits(row: Row, op: str, roundings: tuple[str | None, ...]) -> bool:
+    """The formats beside the plain one, at the widths that they are for."""
+    wanted = row.op == op and row.format is not None and row.bits in (3, 4)
+    return wanted and row.levels is None and row.rounding in roundings
 
 
 COPY_BARS = (
@@ -49,6 +55,10 @@ COPY_BARS = (
     Bar("decode 8 and 4 bit", 1.2, lambda r: _plain(r, "decode", (8, 4))),
     Bar("decode_sum of 4 rows, 8 bit", 1.5, lambda r: _plain(r, "decode_sum", (8,))),
     Bar("encode with 16 levels", 0.5, lambda r: r.op == "encode" and r.levels == 16),
+    Bar("encode 3, 4 bit, other formats", 0.7, lambda r: _of_few_bits(r, "encode", ("nearest",))),
+    Bar("encode 3, 4 bit, dither", 0.7, lambda r: _of_few_bits(r, "encode", ("dither",))),
+    Bar("decode 3, 4 bit, other formats", 0.7, lambda r: _of_few_bits(r, "decode", (None,))),
+    Bar("decode 3, 4 bit, dither", 0.7, lambda r: _of_few_bits(r, "decode", ("dither",))),
 )
 GPU_BARS = (
     Bar("encode, bytes moved", 0.8, lambda r: r.op == "encode" and r.levels is None),

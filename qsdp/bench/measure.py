@@ -1,10 +1,10 @@
-"""Measure encode, decode and decode_sum beside a copy of the same tensor and beside peers."""
+"""Measure the kernels' operations beside a copy of the same tensor and beside peers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,12 +19,34 @@ ROUNDINGS = ("nearest", "stochastic", "shift")
 COPY = "copy"
 
 
+class Kind(NamedTuple):
+    """A format to measure at every bit width; ``name`` says what is not the plain format in it."""
+
+    rounding: str
+    has_levels: bool = False
+    name: str | None = None
+    options: dict[str, Any] = {}
+
+
+_SMALL = {"block_size": 128, "scale_dtype": "bfloat16"}
+PLAIN = (*map(Kind, ROUNDINGS), Kind("nearest", True))
+FEW_BITS = (
+    Kind("dither", name="dither"),
+    Kind("nearest", name="symmetric", options={"scaling": "symmetric"}),
+    Kind("nearest", name="hadamard", options={"transform": "hadamard"}),
+    Kind("nearest", name="block 128", options=_SMALL),
+    Kind("nearest", True, "levels, block 128", _SMALL),
+    Kind("dither", name="hadamard, block 128", options={**_SMALL, "transform": "hadamard"}),
+)
+
+
 @dataclass(frozen=True)
 class Row:
     """One result; the fields are the keys of ``--json``.
 
     ``gbps`` counts bytes of values on CPU; on a GPU, bytes read and written. ``copy_gbps`` counts
-    the same way. Decoding is the same for all roundings (None).
+    the same way. Decoding is the same for all roundings (None) but dither. ``format`` is None for
+    blocks of 1024 with min-max scales in float32.
     """
 
     op: str
@@ -38,6 +60,7 @@ class Row:
     ratio: float
     peer: str | None
     device: str
+    format: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +84,7 @@ class Candidate(NamedTuple):
     peer: str | None
     run: Callable[[], object]
     moved_bytes: int
+    format: str | None = None
 
 
 def measure(settings: Settings, backend: Backend) -> Iterator[Row]:
@@ -75,6 +99,7 @@ def measure(settings: Settings, backend: Backend) -> Iterator[Row]:
                     "encode": _encode_group(settings, backend, values, bits),
                     "decode": _decode_group(settings, backend, values, target, bits),
                     "decode_sum": _decode_sum_group(backend, values, target, bits),
+                    "accumulate": _accumulate_group(backend, values, target, bits),
                 }
                 for op, group in groups.items():
                     yield from _time(settings, op, bits, group, values, target, threads)
@@ -118,14 +143,15 @@ def _time(
             round(gbps / copy_gbps, 3),
             candidate.peer,
             settings.device.type,
+            candidate.format,
         )
 
 
-def _layout(
-    numel: int, bits: int, rounding: str, levels: int | None, dtype: torch.dtype
-) -> WireLayout:
-    table = example_levels(bits) if levels else None
-    return wire_layout((Segment(numel, bits, BLOCK_SIZE, rounding, table),), dtype)
+def _layout(numel: int, bits: int, kind: Kind, dtype: torch.dtype) -> WireLayout:
+    table = example_levels(bits) if kind.has_levels else None
+    options = {"block_size": BLOCK_SIZE, **kind.options}
+    segment = Segment(numel, bits, rounding=kind.rounding, levels=table, **options)
+    return wire_layout((segment,), dtype)
 
 
 def _wire(backend: Backend, rows: torch.Tensor, layout: WireLayout) -> torch.Tensor:
@@ -134,18 +160,31 @@ def _wire(backend: Backend, rows: torch.Tensor, layout: WireLayout) -> torch.Ten
     return wire
 
 
+def _kinds(values: torch.Tensor, plain: tuple[Kind, ...]) -> tuple[Kind, ...]:
+    return plain + (FEW_BITS if values.dtype == torch.float32 else ())
+
+
+def _candidate(
+    kind: Kind, bits: int, run: Callable[[], object], moved: int, *, decodes: bool
+) -> Candidate:
+    rounding = None if decodes and kind.rounding != "dither" else kind.rounding
+    levels = 1 << bits if kind.has_levels else None
+    return Candidate(rounding, levels, None, run, moved, kind.name)
+
+
 def _encode_group(
     settings: Settings, backend: Backend, values: torch.Tensor, bits: int
 ) -> list[Candidate]:
     group = []
-    for rounding, levels in (*((r, None) for r in ROUNDINGS), ("nearest", 1 << bits)):
-        layout = _layout(values.numel(), bits, rounding, levels, values.dtype)
+    for kind in _kinds(values, PLAIN):
+        layout = _layout(values.numel(), bits, kind, values.dtype)
         wire = _wire(backend, values[None], layout)
 
         def run(layout: WireLayout = layout, wire: torch.Tensor = wire) -> None:
             backend.encode(values[None], layout, wire, key=KEY)
 
-        group.append(Candidate(rounding, levels, None, run, values.nbytes + wire.nbytes))
+        moved = values.nbytes + wire.nbytes
+        group.append(_candidate(kind, bits, run, moved, decodes=False))
     return group + [
         Candidate("nearest", None, peer.name, peer.encode, _peer_bytes(values, peer))
         for peer in _peers(settings, values, bits)
@@ -156,14 +195,15 @@ def _decode_group(
     settings: Settings, backend: Backend, values: torch.Tensor, target: torch.Tensor, bits: int
 ) -> list[Candidate]:
     group = []
-    for levels in (None, 1 << bits):
-        layout = _layout(values.numel(), bits, "nearest", levels, values.dtype)
+    for kind in _kinds(values, (Kind("nearest"), Kind("nearest", True))):
+        layout = _layout(values.numel(), bits, kind, values.dtype)
         wire = _wire(backend, values[None], layout)
 
         def run(layout: WireLayout = layout, wire: torch.Tensor = wire) -> None:
             backend.decode(wire, layout, target[None])
 
-        group.append(Candidate(None, levels, None, run, values.nbytes + wire.nbytes))
+        moved = values.nbytes + wire.nbytes
+        group.append(_candidate(kind, bits, run, moved, decodes=True))
     return group + [
         Candidate(None, None, peer.name, peer.decode, _peer_bytes(values, peer))
         for peer in _peers(settings, values, bits)
@@ -176,19 +216,32 @@ def _decode_sum_group(
     rows = values.view(SUM_ROWS, -1)
     out = target.view(SUM_ROWS, -1)[0]
     group = []
-    for levels in (None, 1 << bits):
-        layout = _layout(rows.shape[1], bits, "nearest", levels, values.dtype)
+    for kind in _kinds(values, (Kind("nearest"), Kind("nearest", True))):
+        layout = _layout(rows.shape[1], bits, kind, values.dtype)
         wire = _wire(backend, rows, layout)
 
         def run(layout: WireLayout = layout, wire: torch.Tensor = wire) -> None:
             backend.decode_sum(wire, layout, out, divide=float(SUM_ROWS))
 
-        group.append(Candidate(None, levels, None, run, out.nbytes + wire.nbytes))
+        group.append(_candidate(kind, bits, run, out.nbytes + wire.nbytes, decodes=True))
     peer = fbgemm_sum(rows, bits) if values.dtype == torch.float32 else None
     if peer is not None:
         moved = out.nbytes + SUM_ROWS * out.numel() * bits // 8
         group.append(Candidate(None, None, "fbgemm", peer, moved))
     return group
+
+
+def _accumulate_group(
+    backend: Backend, values: torch.Tensor, target: torch.Tensor, bits: int
+) -> list[Candidate]:
+    layout = _layout(values.numel(), bits, Kind("nearest"), values.dtype)
+    before = _wire(backend, values[None], layout)
+    wire = torch.zeros_like(before)
+
+    def run() -> None:
+        backend.accumulate(target[None], layout, before, wire)
+
+    return [Candidate("nearest", None, None, run, 2 * (values.nbytes + wire.nbytes))]
 
 
 def _peers(settings: Settings, values: torch.Tensor, bits: int) -> list[Peer]:

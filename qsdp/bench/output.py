@@ -92,6 +92,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     rounding = row.rounding or ("" if row.peer is None else "-")
     if row.levels is not None:
         rounding = f"{row.levels} levels"
+    if row.format is not None:
+        rounding = row.format if row.levels is None else f"{row.levels} {row.format}"
     return (
         row.op,
         str(row.bits),
