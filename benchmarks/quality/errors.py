@@ -1,6 +1,6 @@
 """Relative error of quantized weights and gradients of a model in training, by technique and bits.
 
-    python benchmarks/quality/errors.py RUN [--steps N ...] [--out benchmarks/quality/errors]
+    python benchmarks/quality/errors.py RUN [--steps N ...] [--out FILE]
 
 RUN is a folder of `qsdp train` with several checkpoints (`--checkpoint-every N --keep-checkpoints
 9`). At each of them, all weight matrices and the gradients of one batch are encoded and decoded;
@@ -91,7 +91,7 @@ def curves(values: list[torch.Tensor]) -> dict[str, list[float]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/quality/errors"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/quality/results/errors"))
     parser.add_argument("--steps", nargs="+", type=int, default=[], help="default: all saved")
     options = parser.parse_args()
     config = read_config(options.run)

@@ -1,6 +1,6 @@
 """Perplexity against bits, and the paper's beside it, both as changes against full precision.
 
-    python benchmarks/quality/plot_grid.py SWEEP.json [--out benchmarks/quality/paper-grid.png]
+    python benchmarks/quality/plot_grid.py SWEEP.json [--out FILE]
 
 SWEEP.json is what `qsdp sweep benchmarks/quality/paper-grid.json` writes.
 """
@@ -46,7 +46,8 @@ PANELS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sweep", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/quality/paper-grid.png"))
+    default = Path("benchmarks/quality/results/paper-grid.png")
+    parser.add_argument("--out", type=Path, default=default)
     options = parser.parse_args()
     rows = {row["case"]: row for row in json.loads(options.sweep.read_text())}
     with matplotlib.rc_context({"font.size": 9}):
