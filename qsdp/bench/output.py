@@ -20,7 +20,7 @@ from qsdp.check import describe
 from qsdp.kernels import Backend
 
 COLUMNS = ("op", "bits", "rounding", "dtype", "threads", "what", "GB/s", "copy", "ratio")
-WIDTH = 100
+WIDTH = 116
 
 
 def header(settings: Settings, backend: Backend, allocator: str, load: str) -> str:

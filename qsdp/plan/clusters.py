@@ -68,7 +68,7 @@ def _sdp4bit(name: str, nodes: int, per_node: int, gbps: float, intra: float, tf
              model: str) -> Case:  # fmt: skip
     """SDP4Bit's set-up as far as it can be expressed: one gather a step, nothing else parallel."""
     cluster = Cluster(name, nodes, per_node, gbps, 10.0, intra, 5.0, tflops, 1000.0, overlap=False)
-    ours = Config("sdp4bit", 4, 4, "two-level", 2048, 128, 8)
+    ours = Config("sdp4bit", 4, 4, "two-level", 2048, 128, intra_gradient_bits=8)
     return Case(
         preset_model(model, blocks_per_unit=64),
         cluster,
