@@ -42,7 +42,8 @@ class BufferPool:
                 break
         else:
             self._make_room(num_bytes)
-            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            with torch.inference_mode(False):  # for whoever takes it next, training or not
+                buffer = torch.empty(num_bytes, dtype=torch.uint8)
             if self.kept_bytes + num_bytes <= self.max_bytes:
                 self._buffers.append(buffer)
         return buffer[:num_bytes].view(dtype)

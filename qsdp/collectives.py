@@ -1,24 +1,26 @@
 """Quantized collectives on flat tensors and process groups; nothing here knows of FSDP.
 
-Both move one contiguous byte row a rank (:mod:`qsdp.wire`). A contribution is quantized once;
-partial sums never are.
+Each moves one contiguous byte row a rank (:mod:`qsdp.wire`), in one hop or, given
+:class:`~qsdp.exchange.NodeGroups`, in two: one between nodes and one inside them, so that what
+leaves a node falls by the number of ranks in it. A contribution is quantized once for each hop that
+it is summed after; codes that are forwarded are never quantized again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from qsdp.buffers import pool
-from qsdp.kernels import VALUE_DTYPES, backend_for
+from qsdp.exchange import NodeGroups, Stages, gather_rows, run, swap_rows
 from qsdp.kernels.philox import derive_key
 from qsdp.quantizer import Quantizer
+from qsdp.rows import decode_rows, encode_rows, sum_rows, take_rows
 from qsdp.stats import CommMeter
-from qsdp.wire import WireLayout, damaged_rows, seal, wire_layout
-from qsdp.works import complete
+from qsdp.wire import VALUE_DTYPES, WireLayout, tensor_layout, wire_layout
 
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 
@@ -30,13 +32,16 @@ def all_gather_quantized(
     *,
     quantizer: Quantizer | WireLayout,
     key: int = 0,
+    nodes: NodeGroups | None = None,
+    then: Callable[[torch.Tensor], None] | None = None,
     async_op: bool = False,
     meter: CommMeter | None = None,
 ) -> dist.Work | None:
     """All-gather that moves quantized values.
 
     1. Encode this rank's ``input`` (one row).
-    2. All-gather the rows: every rank sends and receives ``(num_ranks - 1) * row_bytes``.
+    2. All-gather the rows: every rank sends and receives ``(num_ranks - 1) * row_bytes``. With
+       ``nodes`` first between ranks of one place, ``num_nodes - 1`` rows, then inside the node.
     3. Decode every row, this rank's own included, so all ranks hold bit-identical ``output``.
 
     Args:
@@ -46,6 +51,8 @@ def all_gather_quantized(
         quantizer: how to encode, equal on all ranks: a Quantizer for the whole input, or the
             layout of one row.
         key: 64 bits for random rounding; draws also depend on the rank in ``group``.
+        nodes: of ``group``, for two hops; the result is the same, bit for bit.
+        then: called with what was decoded, (num_ranks, numel), as the last step.
         async_op: return a Work whose ``wait`` decodes; ``input`` may be changed at once, ``output``
             must not be read before.
         meter: adds bytes and times to it.
@@ -55,25 +62,10 @@ def all_gather_quantized(
     """
     group = _group_or_default(group)
     layout = _layout_for(quantizer, input)
-    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    _check_sizes(output, input, num_ranks, "all_gather_quantized", gather=True)
+    _check_sizes(output, input, group.size(), "all_gather_quantized", gather=True)
     meter = meter or CommMeter()
-    backend, device = backend_for(input.device), input.device
-    wire = _wire_rows(num_ranks, layout, device)
-    with meter.phase("encode", device):
-        own = wire[rank : rank + 1]
-        backend.encode(input.view(1, -1), layout, own, key=key, first_row=rank)
-        seal_if_asked(own, layout)
-    stock = (num_ranks - 1) * input.numel() * input.element_size()
-    meter.count_rows(layout.row_bytes, num_ranks, stock=stock)
-
-    def finish() -> None:
-        with meter.phase("decode", device):
-            check_if_asked(wire, layout, group)
-            backend.decode(wire, layout, output.view(num_ranks, -1))
-
-    works = exchange_rows(wire, rank, group)
-    return complete(works, finish, async_op, meter, device)
+    stages = _gather_stages(output, input, group, nodes, layout, key, meter, then)
+    return run(stages, async_op, meter, input.device)
 
 
 def reduce_scatter_quantized(
@@ -84,9 +76,11 @@ def reduce_scatter_quantized(
     quantizer: Quantizer | WireLayout,
     op: ReduceOp = dist.ReduceOp.AVG,
     key: int = 0,
+    nodes: NodeGroups | None = None,
+    inside: Quantizer | WireLayout | None = None,
+    residual: torch.Tensor | None = None,
     async_op: bool = False,
     meter: CommMeter | None = None,
-    contribution: torch.Tensor | None = None,
 ) -> dist.Work | None:
     """Reduce-scatter that moves quantized values.
 
@@ -95,47 +89,46 @@ def reduce_scatter_quantized(
     3. Decode and sum the rows in float32 in rank order, this rank's own contribution included,
        apply ``op``, round once to the output's dtype. Deterministic.
 
+    With ``nodes`` the same happens twice: inside the node, in rows of ``inside``, where each rank
+    sums what its place owns on every node; then these sums between ranks of one place,
+    ``num_nodes - 1`` rows a rank.
+
     Args:
         output: (numel,), overwritten.
         input: (num_ranks * numel,) float32, bfloat16 or float16, contiguous; not modified.
         group: process group; None is the default group.
         quantizer: how to encode, equal on all ranks: a Quantizer for a rank's whole part, or the
-            layout of one row.
+            layout of one row. With ``nodes``, between nodes.
         op: SUM, AVG, or PREMUL_SUM with its factor (also on backends that refuse it).
         key: 64 bits for random rounding; draws also depend on the rank in ``group`` and the
             destination, so that the ranks' errors are independent.
+        nodes: of ``group``, for two hops.
+        inside: how to encode inside a node; None for the input's own dtype.
+        residual: (num_ranks, numel) float32, for error feedback in one hop: added to ``input``
+            before quantizing, then replaced by what was lost; what is not finite becomes zero.
         async_op: return a Work whose ``wait`` decodes; ``input`` may be changed at once, ``output``
             must not be read before.
         meter: adds bytes and times to it.
-        contribution: float32 of ``input``'s size, overwritten with what its receivers decode.
 
     Raises:
         ValueError, TypeError: sizes, dtypes or an op that do not fit.
     """
     group = _group_or_default(group)
     layout = _layout_for(quantizer, output)
-    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    _check_sizes(output, input, num_ranks, "reduce_scatter_quantized", gather=False)
-    multiply, divide = reduce_factors(op, num_ranks)
+    _check_sizes(output, input, group.size(), "reduce_scatter_quantized", gather=False)
+    if nodes is not None and residual is not None:
+        raise ValueError("reduce_scatter_quantized takes a residual or nodes, not both")
+    factors = reduce_factors(op, group.size())
     meter = meter or CommMeter()
-    backend, device = backend_for(input.device), input.device
-    wire_in, wire_out = (_wire_rows(num_ranks, layout, device) for _ in range(2))
-    with meter.phase("encode", device):
-        rows = input.view(num_ranks, -1)
-        backend.encode(rows, layout, wire_in, key=derive_key(key, rank))
-        seal_if_asked(wire_in, layout)
-        if contribution is not None:
-            backend.decode(wire_in, layout, contribution.view(num_ranks, -1))
-    stock = (num_ranks - 1) * output.numel() * input.element_size()
-    meter.count_rows(layout.row_bytes, num_ranks, stock=stock)
-
-    def finish() -> None:
-        with meter.phase("decode", device):
-            check_if_asked(wire_out, layout, group)
-            backend.decode_sum(wire_out, layout, output, multiply=multiply, divide=divide)
-
-    works = exchange_parts(wire_out, wire_in, rank, group)
-    return complete(works, finish, async_op, meter, device)
+    if nodes is None:
+        stages = _reduce_stages(output, input, group, layout, factors, key, meter, residual)
+    else:
+        if inside is None or isinstance(inside, Quantizer):
+            inside = tensor_layout(output.numel(), inside, input.dtype)
+        stages = _two_level_reduce_stages(
+            output, input, group, nodes, inside, layout, factors, key, meter
+        )
+    return run(stages, async_op, meter, input.device)
 
 
 def all_reduce_quantized(
@@ -145,8 +138,10 @@ def all_reduce_quantized(
     quantizer: Quantizer | WireLayout,
     op: ReduceOp = dist.ReduceOp.AVG,
     key: int = 0,
+    residuals: tuple[torch.Tensor, torch.Tensor] | None = None,
+    async_op: bool = False,
     meter: CommMeter | None = None,
-) -> None:
+) -> dist.Work | None:
     """All-reduce in place that moves quantized values: our reduce-scatter, then our all-gather.
 
     Each segment is cut into one piece a rank, padded with zeros to equal sizes. Contributions are
@@ -156,113 +151,38 @@ def all_reduce_quantized(
         tensor: (numel,) float32, bfloat16 or float16, contiguous; equal size on all ranks.
         quantizer: for the whole tensor, or the layout of its segments.
         op, key, meter: as for :func:`reduce_scatter_quantized`.
+        residuals: for error feedback at both ends, float32 in :func:`piece_layout`: of what this
+            rank contributes, (num_ranks, numel of a row), and of the sum that it forwards, (1,
+            numel of a row). Both are used and replaced as by :func:`reduce_scatter_quantized`.
+        async_op: return a :class:`~qsdp.exchange.Pending`, whose steps ranks must take in the same
+            order for all their all-reduces; ``tensor`` must not be touched before it is done.
 
     Raises:
         ValueError, TypeError: as :func:`reduce_scatter_quantized`.
     """
-    for _ in all_reduce_stages(
-        tensor, group, quantizer=quantizer, op=op, key=key, meter=meter, async_op=False
-    ):
-        pass
+    group = _group_or_default(group)
+    layout = _layout_for(quantizer, tensor)
+    factors = reduce_factors(op, group.size())
+    meter = meter or CommMeter()
+    stages = _all_reduce_stages(tensor, group, layout, factors, key, meter, residuals)
+    return run(stages, async_op, meter, tensor.device)
 
 
-@dataclass(frozen=True)
-class Feedback:
-    """What quantization lost in one all-reduce, to be added to the next of the same tensor.
-
-    Attributes:
-        contribution: (numel,) float32: of this rank's own values.
-        reduced: (numel of a piece row,) float32: of the result that this rank forwards.
-    """
-
-    contribution: torch.Tensor
-    reduced: torch.Tensor
+def share_rows(
+    wire: torch.Tensor, group: dist.ProcessGroup, meter: CommMeter | None = None
+) -> None:
+    """All-gather encoded rows as they are: ``wire`` (num_ranks, row_bytes), own row filled in."""
+    meter, num_ranks = meter or CommMeter(), len(wire)
+    meter.count_rows(wire.shape[1], num_ranks, stock=0)
+    with meter.phase("network", wire.device):
+        for work in gather_rows(wire, group.rank(), group):
+            work.wait()
 
 
 def piece_layout(layout: WireLayout, num_ranks: int) -> WireLayout:
     """Layout of the row that one rank reduces: its piece of every segment of ``layout``."""
-    pieces = (replace(s.segment, numel=-(-s.segment.numel // num_ranks)) for s in layout.spans)
+    pieces = (replace(s, numel=-(-s.numel // num_ranks)) for s in layout.segments)
     return wire_layout(tuple(pieces), layout.dtype, layout.checksum)
-
-
-def all_reduce_stages(
-    tensor: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    quantizer: Quantizer | WireLayout,
-    op: ReduceOp = dist.ReduceOp.AVG,
-    key: int = 0,
-    meter: CommMeter | None = None,
-    feedback: Feedback | None = None,
-    async_op: bool = True,
-) -> Iterator[None]:
-    """:func:`all_reduce_quantized` step by step, so that several can be under way.
-
-    Yields while the reduce-scatter is under way, then while the all-gather is; ``tensor`` holds the
-    result at the end. Ranks must take the steps of all their all-reduces in the same order.
-
-    Args:
-        feedback: error feedback. Its errors are added before quantizing and then replaced by the
-            new ones; those of values that are not finite are dropped, or they would never end.
-    """
-    group = _group_or_default(group)
-    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    whole = _layout_for(quantizer, tensor)
-    pieces = piece_layout(whole, num_ranks)
-    rows = tensor.new_zeros(num_ranks, pieces.numel)
-
-    def spans(flat: torch.Tensor, cut: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each segment of ``flat`` and its pieces, a rank a row of ``cut``."""
-        for span, piece in zip(whole.spans, pieces.spans, strict=True):
-            end = span.value_offset + span.segment.numel
-            width = slice(piece.value_offset, piece.value_offset + piece.segment.numel)
-            yield flat[span.value_offset : end], cut[:, width]
-
-    exact = tensor if feedback is None else tensor.float() + feedback.contribution
-    for segment, cut in spans(exact, rows):
-        padded = torch.nn.functional.pad(segment, (0, cut.numel() - segment.numel()))
-        cut.copy_(padded.view(cut.shape))
-    decoded = None if feedback is None else rows.new_empty(rows.shape, dtype=torch.float32)
-    own = rows.new_empty(pieces.numel)
-    work = reduce_scatter_quantized(
-        own,
-        rows.view(-1),
-        group,
-        quantizer=pieces,
-        op=op,
-        key=key,
-        async_op=async_op,
-        meter=meter,
-        contribution=None if decoded is None else decoded.view(-1),
-    )
-    if feedback is not None and decoded is not None:
-        for segment, cut in spans(exact, decoded):
-            segment -= cut.reshape(-1)[: segment.numel()]
-        _keep_finite(feedback.contribution, exact)
-    yield
-    if work is not None:
-        work.wait()
-    exact_own = own if feedback is None else own.float() + feedback.reduced
-    work = all_gather_quantized(
-        rows.view(-1),
-        own.copy_(exact_own),
-        group,
-        quantizer=pieces,
-        key=derive_key(key, 1),
-        async_op=async_op,
-        meter=meter,
-    )
-    yield
-    if work is not None:
-        work.wait()
-    if feedback is not None:
-        _keep_finite(feedback.reduced, exact_own - rows[rank])
-    for segment, cut in spans(tensor, rows):
-        segment.copy_(cut.reshape(-1)[: segment.numel()])
-
-
-def _keep_finite(errors: torch.Tensor, new: torch.Tensor) -> None:
-    torch.nan_to_num(new, nan=0.0, posinf=0.0, neginf=0.0, out=errors)
 
 
 def reduce_factors(op: ReduceOp, num_ranks: int) -> tuple[float, float]:
@@ -281,79 +201,163 @@ def reduce_factors(op: ReduceOp, num_ranks: int) -> tuple[float, float]:
     raise ValueError(f"reduce_scatter_quantized takes op SUM, AVG or PREMUL_SUM(number), got {op}")
 
 
-def exchange_rows(wire: torch.Tensor, rank: int, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start an all-gather of the rows of ``wire`` in place; ``wire[rank]`` is this rank's own.
-
-    Args:
-        wire: (num_ranks, row_bytes) uint8, contiguous; complete once the returned works are waited.
-    """
-    num_ranks = wire.shape[0]
-    if num_ranks == 1 or wire.numel() == 0:
-        return []
-    if dist.get_backend(group) != dist.Backend.GLOO:
-        return [dist.all_gather_single(wire.view(-1), wire[rank], group=group, async_op=True)]
-    # gloo's all-gather moves a third of what its point-to-point transfers of the same bytes do
-    # (docs/design.md, "Transport").
-    return _swap_with_all(wire, wire[rank].expand_as(wire), rank, group, tag=0)
-
-
-def exchange_parts(
-    output: torch.Tensor, input: torch.Tensor, rank: int, group: dist.ProcessGroup
-) -> list[dist.Work]:
-    """Start an all-to-all of rows: row i of ``input`` goes to rank i, ``output`` gets one of each.
-
-    Args:
-        output: (num_ranks, row_bytes) uint8, contiguous; complete once the returned works are
-            waited.
-        input: the same shape; must not change before.
-    """
-    if dist.get_backend(group) != dist.Backend.GLOO or input.numel() == 0:
-        return [dist.all_to_all_single(output.view(-1), input.view(-1), group=group, async_op=True)]
-    output[rank].copy_(input[rank])
-    return _swap_with_all(output, input, rank, group, tag=1)
-
-
-def _swap_with_all(
-    into: torch.Tensor, out: torch.Tensor, rank: int, group: dist.ProcessGroup, *, tag: int
-) -> list[dist.Work]:
-    """Point to point on gloo: ``out[i]`` to rank i, its row to ``into[i]``, for all others at once.
-
-    Each rank starts with its right neighbour to spread the load. Receives are posted before sends:
-    gloo announces a receive over the connection that carries the data, and behind a send that fills
-    it the announcement waits until the send is through, so that the two directions take turns.
-    """
-    num_ranks = into.shape[0]
-    peers = [(rank + step) % num_ranks for step in range(1, num_ranks)]
-    ops = [
-        dist.P2POp(op, rows[p], group=group, group_peer=p, tag=tag)
-        for op, rows in ((dist.irecv, into), (dist.isend, out))
-        for p in peers
-    ]
-    return dist.batch_isend_irecv(ops) if ops else []
+def _gather_stages(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup,
+    nodes: NodeGroups | None,
+    layout: WireLayout,
+    key: int,
+    meter: CommMeter,
+    then: Callable[[torch.Tensor], None] | None,
+) -> Stages:
+    num_ranks, rank, device = group.size(), group.rank(), input.device
+    senders = dist.get_process_group_ranks(group)
+    stock = (num_ranks - 1) * input.numel() * input.element_size()
+    wire = take_rows(num_ranks, layout, device)
+    # Two hops order the wire by places in a node, then by nodes, so that both hops move whole rows.
+    per_node = 1 if nodes is None else nodes.ranks_per_node
+    num_nodes = num_ranks // per_node
+    own = rank if nodes is None else rank % per_node * num_nodes + rank // per_node
+    with meter.phase("encode", device):
+        encode_rows(input.view(1, -1), layout, wire[own : own + 1], key=key, first_row=rank)
+    if nodes is None:
+        meter.count_rows(layout.row_bytes, num_ranks, stock=stock)
+        yield gather_rows(wire, rank, group)
+    else:
+        between, inside = num_nodes - 1, (per_node - 1) * num_nodes
+        meter.count_hops(between * layout.row_bytes, inside * layout.row_bytes, stock=stock)
+        columns = wire.view(per_node, num_nodes, -1)
+        node, place = divmod(rank, per_node)
+        yield gather_rows(columns[place], node, nodes.inter)
+        yield gather_rows(columns.flatten(1), place, nodes.intra)
+        wire = columns.transpose(0, 1).reshape(num_ranks, -1)
+    with meter.phase("decode", device):
+        values = output.view(num_ranks, -1)
+        decode_rows(wire, layout, values, senders)
+        if then is not None:
+            then(values)
 
 
-def seal_if_asked(wire: torch.Tensor, layout: WireLayout) -> None:
-    """Write the rows' checksums, where the layout has them."""
-    if layout.checksum:
-        seal(wire)
+def _reduce_stages(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup,
+    layout: WireLayout,
+    factors: tuple[float, float],
+    key: int,
+    meter: CommMeter,
+    residual: torch.Tensor | None,
+) -> Stages:
+    num_ranks, device = group.size(), input.device
+    rows = input.view(num_ranks, -1)
+    wire, arrived = (take_rows(num_ranks, layout, device) for _ in range(2))
+    with meter.phase("encode", device):
+        if residual is not None:
+            residual += rows
+            rows = residual.to(rows.dtype, copy=True)
+        encode_rows(rows, layout, wire, key=derive_key(key, group.rank()))
+        if residual is not None:
+            _keep_what_was_lost(residual, wire, layout)
+    stock = (num_ranks - 1) * output.numel() * input.element_size()
+    meter.count_rows(layout.row_bytes, num_ranks, stock=stock)
+    yield swap_rows(arrived, wire, group.rank(), group)
+    with meter.phase("decode", device):
+        senders = dist.get_process_group_ranks(group)
+        multiply, divide = factors
+        sum_rows(arrived, layout, output, senders, multiply=multiply, divide=divide)
 
 
-def check_if_asked(wire: torch.Tensor, layout: WireLayout, group: dist.ProcessGroup) -> None:
-    """Verify received rows, one from each rank of ``group``, where the layout has checksums.
+def _two_level_reduce_stages(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup,
+    nodes: NodeGroups,
+    inside: WireLayout,
+    layout: WireLayout,
+    factors: tuple[float, float],
+    key: int,
+    meter: CommMeter,
+) -> Stages:
+    per_node, num_nodes, device = nodes.ranks_per_node, nodes.num_nodes, input.device
+    num_ranks, rank = group.size(), group.rank()
+    node, place = divmod(rank, per_node)
+    key = derive_key(key, rank)
+    # What is sent on holds sums, which are float32.
+    layout = wire_layout(layout.segments, torch.float32, layout.checksum)
+    between, within = num_nodes - 1, (per_node - 1) * num_nodes
+    meter.count_hops(
+        between * layout.row_bytes,
+        within * inside.row_bytes,
+        stock=(num_ranks - 1) * output.numel() * input.element_size(),
+    )
+    with meter.phase("encode", device):
+        wire = take_rows(num_ranks, inside, device)
+        encode_rows(input.view(num_ranks, -1), inside, wire, key=key)
+        # To local rank r goes what place r owns, for every node.
+        to_places = wire.view(num_nodes, per_node, -1).transpose(0, 1).contiguous()
+    from_places = torch.empty_like(to_places)
+    yield swap_rows(
+        from_places.view(per_node, -1), to_places.view(per_node, -1), place, nodes.intra
+    )
+    sums = pool.take(num_nodes * output.numel(), torch.float32, device).view(num_nodes, -1)
+    with meter.phase("decode", device):
+        senders = dist.get_process_group_ranks(nodes.intra)
+        for target, parts in zip(sums, from_places.transpose(0, 1).contiguous(), strict=True):
+            sum_rows(parts, inside, target, senders)
+    with meter.phase("encode", device):
+        to_nodes, from_nodes = (take_rows(num_nodes, layout, device) for _ in range(2))
+        encode_rows(sums, layout, to_nodes, key=derive_key(key, 1))
+    yield swap_rows(from_nodes, to_nodes, node, nodes.inter)
+    with meter.phase("decode", device):
+        senders = dist.get_process_group_ranks(nodes.inter)
+        multiply, divide = factors
+        sum_rows(from_nodes, layout, output, senders, multiply=multiply, divide=divide)
 
-    Raises:
-        RuntimeError: naming the ranks whose rows arrived damaged.
-    """
-    if not layout.checksum:
-        return
-    damaged = damaged_rows(wire)
-    if damaged:
-        ranks = [dist.get_global_rank(group, row) for row in damaged]
-        raise RuntimeError(
-            f"rank {dist.get_rank()} received damaged bytes from rank "
-            f"{', '.join(map(str, ranks))} ({layout.row_bytes} bytes do not match their checksum): "
-            "check the network or memory between them; QSDPConfig(verify=True) found it"
-        )
+
+def _all_reduce_stages(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    layout: WireLayout,
+    factors: tuple[float, float],
+    key: int,
+    meter: CommMeter,
+    residuals: tuple[torch.Tensor, torch.Tensor] | None,
+) -> Stages:
+    num_ranks, rank = group.size(), group.rank()
+    pieces = piece_layout(layout, num_ranks)
+    rows = tensor.new_zeros(num_ranks, pieces.numel)
+    for span, piece in zip(layout.spans, pieces.spans, strict=True):
+        cut = rows[:, piece.values]
+        padding = cut.numel() - span.segment.numel
+        cut.copy_(torch.nn.functional.pad(tensor[span.values], (0, padding)).view(cut.shape))
+    own = rows.new_empty(pieces.numel)
+    sent, forwarded = residuals or (None, None)
+    yield from _reduce_stages(own, rows.view(-1), group, pieces, factors, key, meter, sent)
+    if forwarded is not None:
+        forwarded += own
+        own.copy_(forwarded.view(-1))
+    yield from _gather_stages(
+        rows.view(-1), own, group, None, pieces, derive_key(key, 1), meter, None
+    )
+    if forwarded is not None:
+        forwarded -= rows[rank]
+        _drop_what_is_not_finite(forwarded)
+    for span, piece in zip(layout.spans, pieces.spans, strict=True):
+        tensor[span.values] = rows[:, piece.values].reshape(-1)[: span.segment.numel]
+
+
+def _keep_what_was_lost(exact: torch.Tensor, wire: torch.Tensor, layout: WireLayout) -> None:
+    """Take what ``wire`` holds off ``exact``."""
+    decoded = torch.empty_like(exact)
+    decode_rows(wire, layout, decoded)
+    exact -= decoded
+    _drop_what_is_not_finite(exact)
+
+
+def _drop_what_is_not_finite(errors: torch.Tensor) -> None:
+    """Errors of values that were not finite would never end."""
+    torch.nan_to_num(errors, nan=0.0, posinf=0.0, neginf=0.0, out=errors)
 
 
 def _group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -364,15 +368,10 @@ def _group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def _wire_rows(num_ranks: int, layout: WireLayout, device: torch.device) -> torch.Tensor:
-    rows = pool.take(num_ranks * layout.row_bytes, torch.uint8, device)
-    return rows.view(num_ranks, layout.row_bytes)
-
-
 def _layout_for(quantizer: Quantizer | WireLayout, part: torch.Tensor) -> WireLayout:
     if isinstance(quantizer, WireLayout):
         return quantizer
-    return quantizer.layout(part.numel(), part.dtype)
+    return tensor_layout(part.numel(), quantizer, part.dtype)
 
 
 def _check_sizes(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from qsdp.kernels.transform import hadamard
-from qsdp.wire import Segment
+from qsdp.quantizer import Quantizer
 
 Method = Literal["kmeans", "gradient"]
 
@@ -68,7 +68,7 @@ class LevelSchedule:
 
 def learn_levels(
     rows: list[torch.Tensor],
-    segments: list[Segment],
+    quantizers: list[Quantizer],
     method: Method,
     group: dist.ProcessGroup | None,
 ) -> list[tuple[float, ...]]:
@@ -76,14 +76,14 @@ def learn_levels(
 
     Args:
         rows: for each parameter (num_rows, numel), this rank's values.
-        segments: how each parameter is quantized; all with bits.
+        quantizers: of each parameter; their own levels do not count.
         group: whose values count; None is the default group.
 
     Returns:
         ``2**bits`` increasing numbers from 0 to 1 for each parameter.
     """
     learn = _learn_kmeans if method == "kmeans" else _learn_gradient
-    return learn(rows, segments, group)
+    return learn(rows, quantizers, group)
 
 
 def uniform_levels(bits: int) -> torch.Tensor:
@@ -170,32 +170,32 @@ def spread_out(levels: torch.Tensor) -> tuple[float, ...]:
 
 
 def _learn_kmeans(
-    rows: list[torch.Tensor], segments: list[Segment], group: dist.ProcessGroup | None
+    rows: list[torch.Tensor], quantizers: list[Quantizer], group: dist.ProcessGroup | None
 ) -> list[tuple[float, ...]]:
     """Ranks sum their histograms, then share the work: each makes the tables of some parameters.
 
     What every rank computed for itself could differ in the last bit between machines.
     """
-    histograms = torch.stack([_histogram(part, s) for part, s in zip(rows, segments, strict=True)])
+    histograms = torch.stack([_histogram(part, q) for part, q in zip(rows, quantizers, strict=True)])
     dist.all_reduce(histograms, group=group)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    sizes = [1 << _bits(segment) for segment in segments]
+    sizes = [1 << quantizer.bits for quantizer in quantizers]
     tables = torch.zeros(sum(sizes), dtype=torch.float64)
     for index, table in enumerate(tables.split(sizes)):
         if index % num_ranks == rank:
-            table.copy_(best_levels(histograms[index], _bits(segments[index])))
+            table.copy_(best_levels(histograms[index], quantizers[index].bits))
     shared = tables.to(histograms.device)
     dist.all_reduce(shared, group=group)
     return [spread_out(table) for table in shared.cpu().split(sizes)]
 
 
 def _learn_gradient(
-    rows: list[torch.Tensor], segments: list[Segment], group: dist.ProcessGroup | None
+    rows: list[torch.Tensor], quantizers: list[Quantizer], group: dist.ProcessGroup | None
 ) -> list[tuple[float, ...]]:
     tables = []
-    for part, segment in zip(rows, segments, strict=True):
-        values, _ = _normalised(part, segment)
-        tables.append(_online_steps(values.flatten(), _bits(segment)).to(part.device))
+    for part, quantizer in zip(rows, quantizers, strict=True):
+        values, _ = _normalised(part, quantizer)
+        tables.append(_online_steps(values.flatten(), quantizer.bits).to(part.device))
     total = torch.cat(tables)
     dist.all_reduce(total, group=group)
     total /= dist.get_world_size(group)
@@ -223,41 +223,36 @@ def _online_steps(values: torch.Tensor, bits: int) -> torch.Tensor:
     return levels
 
 
-def _histogram(rows: torch.Tensor, segment: Segment) -> torch.Tensor:
+def _histogram(rows: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
     """(BINS,) float64: how much squared error a level near each place would save.
 
     A block's values count with the square of its range, because that scales their error.
     """
-    values, ranges = _normalised(rows, segment)
+    values, ranges = _normalised(rows, quantizer)
     place = (values * BINS).long().clamp_(max=BINS - 1)
     weight = (ranges.double() ** 2)[:, None].expand_as(values)
     return torch.bincount(place.flatten(), weight.flatten(), minlength=BINS)
 
 
-def _normalised(rows: torch.Tensor, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
+def _normalised(rows: torch.Tensor, quantizer: Quantizer) -> tuple[torch.Tensor, torch.Tensor]:
     """(num_blocks, block) values from 0 to 1, and (num_blocks,) ranges, of a sample of blocks.
 
     Blocks that are constant or not finite are left out; so is a short last block if there is
     another.
     """
     rows = rows.float()
-    if segment.transform is not None:
+    if quantizer.transform is not None:
         rows = hadamard(rows)
-    size = min(segment.block_size, rows.shape[1])
+    size = min(quantizer.block_size, rows.shape[1])
     if not size:
         return rows.new_empty(0, 1), rows.new_empty(0)
     blocks = rows[:, : rows.shape[1] // size * size].reshape(-1, size)
     blocks = blocks[:: max(1, -(-blocks.numel() // MAX_SAMPLE))]
     lo, hi = blocks.amin(1), blocks.amax(1)
-    if segment.scaling == "symmetric":
+    if quantizer.symmetric:
         hi = torch.maximum(lo.abs(), hi.abs())
         lo = -hi
     ranges = hi - lo
     usable = (ranges > 0) & ranges.isfinite()
     blocks, lo, ranges = blocks[usable], lo[usable], ranges[usable]
     return ((blocks - lo[:, None]) / ranges[:, None]).clamp_(0, 1), ranges
-
-
-def _bits(segment: Segment) -> int:
-    assert segment.bits is not None
-    return segment.bits

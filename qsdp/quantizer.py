@@ -1,20 +1,28 @@
-"""Quantizer: how the values of one direction become wire bytes, as an immutable value."""
+"""Quantizer: the format of a block, as an immutable value. The only place that lists its fields.
+
+Kernels, wire layout, checks and benchmarks take a :class:`Quantizer` as it is; to add a field or a
+rounding, begin here (docs/design.md, "Add a rounding in an afternoon").
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
-
-import torch
-
-from qsdp.kernels import VALUE_DTYPES, backend_for
-from qsdp.wire import Segment, WireLayout, wire_layout
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
 Rounding = Literal["nearest", "stochastic", "shift", "dither"]
-Scaling = Literal["minmax", "symmetric", "norm"]
+Scaling = Literal["minmax", "symmetric"]
 ScaleDtype = Literal["float32", "bfloat16"]
 Transform = Literal["hadamard"]
 
+# What each field may be. The order of roundings is that of the numbers in the native kernels.
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "rounding": get_args(Rounding),
+    "scaling": get_args(Scaling),
+    "scale_dtype": get_args(ScaleDtype),
+    "transform": (None, *get_args(Transform)),
+}
 MIN_BITS, MAX_BITS = 2, 8
 MIN_BLOCK, MAX_BLOCK, BLOCK_MULTIPLE = 32, 65536, 32
 
@@ -34,13 +42,10 @@ class Quantizer:
             step), ``shift`` (random shift, one draw a block: unbiased, at most half a step) or
             ``dither`` (the same with one draw a value, which the decoder repeats).
         levels: 2^bits increasing numbers from 0 to 1 that replace the uniform grid between a
-            block's extremes, with ``nearest``. ``"learned"`` stands for tables that
-            :func:`qsdp.apply_qsdp` learns for every parameter; until then, and in
-            :meth:`encode`, it is the uniform grid.
+            block's extremes, with ``nearest``.
         scaling: ``minmax``, from the block's lowest value to its highest, or ``symmetric``: no
             offset is sent, zero decodes to zero, and there is one step less; with ``stochastic``
-            this is QSGD with max-norm scaling. ``norm`` is QSGD's own scaling by the 2-norm, for
-            comparison: most codes of a large block are zero, and no native kernel has it.
+            this is QSGD with max-norm scaling.
         scale_dtype: of scales and offsets on the wire. ``bfloat16`` halves them and makes steps up
             to 1/64 wider: for small blocks.
         transform: ``hadamard`` rotates every 32 values, which spreads outliers.
@@ -52,7 +57,7 @@ class Quantizer:
     bits: int = 8
     block_size: int = 1024
     rounding: Rounding = "shift"
-    levels: tuple[float, ...] | Literal["learned"] | None = None
+    levels: tuple[float, ...] | None = None
     scaling: Scaling = "minmax"
     scale_dtype: ScaleDtype = "float32"
     transform: Transform | None = None
@@ -72,12 +77,7 @@ class Quantizer:
                 f"Quantizer(block_size=...) must be a multiple of {BLOCK_MULTIPLE} from "
                 f"{MIN_BLOCK} to {MAX_BLOCK}, got {self.block_size!r}"
             )
-        for name, allowed in (
-            ("rounding", get_args(Rounding)),
-            ("scaling", get_args(Scaling)),
-            ("scale_dtype", get_args(ScaleDtype)),
-            ("transform", (None, *get_args(Transform))),
-        ):
+        for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(
                     f"Quantizer({name}=...) must be one of {', '.join(map(str, allowed))}, "
@@ -92,105 +92,98 @@ class Quantizer:
             object.__setattr__(self, "levels", _checked_levels(self))
 
     @property
-    def learns(self) -> bool:
-        """Whether levels are to be learned."""
-        return self.levels == "learned"
+    def steps(self) -> int:
+        """Steps between the lowest and the highest point of a block's grid; 1 with levels."""
+        if self.levels is not None:
+            return 1
+        return (1 << self.bits) - (2 if self.symmetric else 1)
 
-    def segment(self, numel: int, learned: tuple[float, ...] | None = None) -> Segment:
-        """A wire segment of ``numel`` values; ``learned`` levels if the quantizer learns."""
-        return Segment(
-            numel,
-            self.bits,
-            self.block_size,
-            self.rounding,
-            learned if isinstance(self.levels, str) else self.levels,
-            self.scaling,
-            self.scale_dtype,
-            self.transform,
-        )
+    @property
+    def symmetric(self) -> bool:
+        """Whether a block's grid is centred on zero, so that no offset is sent."""
+        return self.scaling == "symmetric"
 
-    def layout(self, numel: int, dtype: torch.dtype = torch.float32) -> WireLayout:
-        """The wire layout of one row that is one segment of ``numel`` values."""
-        return wire_layout((self.segment(numel),), dtype)
-
-    def wire_bytes(self, numel: int) -> int:
-        """Bytes on the wire for ``numel`` values of one tensor, padding included."""
-        return self.layout(numel).row_bytes
-
-    def encode(self, values: torch.Tensor, *, key: int = 0) -> torch.Tensor:
-        """Quantize and pack a tensor of any shape.
+    @classmethod
+    def from_json(cls, value: object, name: str) -> Quantizer:
+        """A quantizer from a mapping of its fields; absent ones take their defaults.
 
         Args:
-            values: float32, bfloat16 or float16; flattened in row-major order. Not modified.
-            key: 64-bit number. Random draws depend on it and on each block's values alone; no
-                generator is touched.
-
-        Returns:
-            (wire_bytes(values.numel()),) uint8 on the same device.
+            value: JSON values by field.
+            name: of what is read, for errors.
 
         Raises:
-            TypeError: values of another dtype.
+            TypeError, ValueError: no mapping, an unknown field, or one out of range.
         """
-        if values.dtype not in VALUE_DTYPES:
-            names = ", ".join(str(d).removeprefix("torch.") for d in VALUE_DTYPES)
-            raise TypeError(f"Quantizer.encode takes {names}, got {values.dtype}")
-        layout = self.layout(values.numel(), values.dtype)
-        wire = torch.empty(1, layout.row_bytes, dtype=torch.uint8, device=values.device)
-        rows = values.detach().reshape(1, -1).contiguous()
-        backend_for(values.device).encode(rows, layout, wire, key=key & (2**64 - 1))
-        return wire[0]
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{name} must be a mapping of Quantizer's fields, got {value!r}")
+        known = {f.name for f in fields(cls)}
+        for key in value:
+            if key not in known:
+                raise ValueError(
+                    f"unknown field {key!r} of {name}: a Quantizer has {sorted(known)}"
+                )
+        values: dict[str, Any] = dict(value)
+        if isinstance(values.get("levels"), list):
+            values["levels"] = tuple(values["levels"])
+        return cls(**values)
 
-    def decode(
-        self, wire: torch.Tensor, numel: int, *, dtype: torch.dtype = torch.float32
-    ) -> torch.Tensor:
-        """Unpack and dequantize what :meth:`encode` gave for ``numel`` values.
 
-        Args:
-            wire: (wire_bytes(numel),) uint8.
-            dtype: of the result; values are computed in float32 and rounded once.
+def every_format(bits: int = 4, block_size: int = 1024) -> list[Quantizer]:
+    """All quantizers that differ in more than numbers: what tests and benchmarks go through.
 
-        Returns:
-            (numel,) of ``dtype``.
+    Levels are the table of :func:`uneven_levels`. Plain formats come first.
+    """
+    found = []
+    combinations = itertools.product(*(range(len(allowed)) for allowed in CHOICES.values()), (0, 1))
+    # By how far a combination is from the default choices, which come first.
+    for *places, with_levels in sorted(combinations, key=lambda c: (sum(map(bool, c[1:])), c)):
+        chosen: dict[str, Any] = {
+            name: allowed[place]
+            for (name, allowed), place in zip(CHOICES.items(), places, strict=True)
+        }
+        levels = uneven_levels(bits) if with_levels else None
+        try:
+            found.append(Quantizer(bits, block_size, levels=levels, **chosen))
+        except ValueError:
+            continue  # fields that exclude each other
+    return found
 
-        Raises:
-            TypeError: ``wire`` is not uint8, or ``dtype`` is not float32, bfloat16 or float16.
-            ValueError: ``wire`` has not the length of ``numel`` encoded values.
-        """
-        if wire.dtype != torch.uint8 or dtype not in VALUE_DTYPES:
-            raise TypeError(
-                "Quantizer.decode takes uint8 wire and gives float32, bfloat16 or float16, "
-                f"got {wire.dtype} and dtype={dtype}"
-            )
-        layout = self.layout(numel)
-        if wire.numel() != layout.row_bytes:
-            raise ValueError(
-                f"{numel} values at bits={self.bits}, block_size={self.block_size} are "
-                f"{layout.row_bytes} bytes on the wire, got {wire.numel()}"
-            )
-        values = torch.empty(1, numel, dtype=dtype, device=wire.device)
-        backend_for(wire.device).decode(wire.reshape(1, -1).contiguous(), layout, values)
-        return values[0]
+
+def uneven_levels(bits: int) -> tuple[float, ...]:
+    """A table of levels that is not uniform, for tests and benchmarks."""
+    top = (1 << bits) - 1
+    return tuple((j / top) ** 1.5 for j in range(1 << bits))
+
+
+def format_name(quantizer: Quantizer) -> str:
+    """What makes a format, in words: ``nearest levels bfloat16 hadamard``, without its numbers."""
+    words = [quantizer.rounding, "levels" if quantizer.levels else None]
+    words += [
+        None if getattr(quantizer, name) == allowed[0] else getattr(quantizer, name)
+        for name, allowed in CHOICES.items()
+        if name != "rounding"
+    ]
+    return " ".join(word for word in words if word)
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _checked_levels(quantizer: Quantizer) -> tuple[float, ...] | Literal["learned"]:
+def _checked_levels(quantizer: Quantizer) -> tuple[float, ...]:
     assert quantizer.levels is not None
     if quantizer.rounding != "nearest":
         raise ValueError(
             'Quantizer(levels=...) rounds to the nearest level: set rounding="nearest", '
             f"got rounding={quantizer.rounding!r}"
         )
-    if quantizer.levels == "learned":
-        return "learned"
     if isinstance(quantizer.levels, str):
         raise ValueError(
-            f'Quantizer(levels=...) must be "learned" or numbers, got {quantizer.levels!r}'
+            f"Quantizer(levels=...) must be numbers, got {quantizer.levels!r}; to learn them, "
+            "wrap the quantizer: qsdp.Learned(Quantizer(...))"
         )
     levels = tuple(float(level) for level in quantizer.levels)
-    increasing = all(a < b for a, b in zip(levels, levels[1:], strict=False))
+    increasing = all(a < b for a, b in itertools.pairwise(levels))
     if len(levels) != 1 << quantizer.bits or not increasing or levels[0] < 0 or levels[-1] > 1:
         raise ValueError(
             f"Quantizer(levels=...) must be {1 << quantizer.bits} increasing numbers from 0 to 1 "

@@ -25,6 +25,9 @@ from itertools import accumulate
 
 import torch
 
+from qsdp.quantizer import Quantizer
+
+VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what can be encoded
 ROW_ALIGNMENT = 8
 CHECKSUM_BYTES = 8
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as int64
@@ -33,40 +36,48 @@ META_ALIGNMENT = 4
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter's span in a flat buffer.
+    """One parameter's span in a flat buffer: how many values, and how they travel.
 
-    ``bits=None`` travels in full precision, in the buffer's own dtype; the other fields then have
-    no meaning. ``levels``, if given, holds ``2**bits`` increasing numbers in [0, 1] that replace
-    the uniform grid. The others are those of :class:`qsdp.Quantizer`.
+    ``quantizer`` None is full precision: the bytes of the buffer's own dtype. Learned levels are
+    the quantizer's ``levels``.
     """
 
     numel: int
-    bits: int | None = None
-    block_size: int = 1024
-    rounding: str = "nearest"
-    levels: tuple[float, ...] | None = None
-    scaling: str = "minmax"
-    scale_dtype: str = "float32"
-    transform: str | None = None
+    quantizer: Quantizer | None = None
 
     @property
     def num_blocks(self) -> int:
-        return -(-self.numel // self.block_size)
+        """Blocks of a quantized segment, the short last one included."""
+        return -(-self.numel // self.format.block_size)
+
+    @property
+    def format(self) -> Quantizer:
+        """The quantizer of a quantized segment."""
+        assert self.quantizer is not None
+        return self.quantizer
 
     @property
     def meta_numbers(self) -> int:
         """Numbers a block: scale, and offset where it does not follow from the scale."""
-        return 2 if self.scaling == "minmax" else 1
+        return 1 if self.format.symmetric else 2
 
     @property
     def meta_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.scale_dtype == "bfloat16" else torch.float32
+        """Of scales and offsets on the wire."""
+        return torch.bfloat16 if self.format.scale_dtype == "bfloat16" else torch.float32
 
     @property
     def meta_bytes(self) -> int:
         """Bytes of all scales and offsets, padding included."""
         used = self.num_blocks * self.meta_numbers * self.meta_dtype.itemsize
         return -(-used // META_ALIGNMENT) * META_ALIGNMENT
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of all packed codes."""
+        full, rest = divmod(self.numel, self.format.block_size)
+        bits = self.format.bits
+        return full * code_bytes(self.format.block_size, bits) + code_bytes(rest, bits)
 
 
 @dataclass(frozen=True)
@@ -82,8 +93,9 @@ class Span:
     data_offset: int
 
     @property
-    def num_blocks(self) -> int:
-        return self.segment.num_blocks
+    def values(self) -> slice:
+        """Where the segment's values lie in a row of values."""
+        return slice(self.value_offset, self.value_offset + self.segment.numel)
 
 
 @lru_cache(maxsize=16)
@@ -99,13 +111,6 @@ def code_bytes(numel: int, bits: int) -> int:
     return sum(-(-numel * width // 8) for width, _ in planes(bits))
 
 
-def segment_code_bytes(segment: Segment) -> int:
-    """Bytes of all packed codes of a quantized segment."""
-    assert segment.bits is not None
-    full, rest = divmod(segment.numel, segment.block_size)
-    return full * code_bytes(segment.block_size, segment.bits) + code_bytes(rest, segment.bits)
-
-
 @dataclass(frozen=True)
 class WireLayout:
     """Layout of one row. Build it with :func:`wire_layout`, which caches.
@@ -118,7 +123,6 @@ class WireLayout:
         payload_bytes: the same without the padding and the checksum at the end, which ``encode``
             leaves zero.
         checksum: whether the row ends with a checksum.
-        has_norms: whether a segment is scaled by 2-norms, which only the reference computes.
     """
 
     spans: tuple[Span, ...]
@@ -127,7 +131,16 @@ class WireLayout:
     row_bytes: int
     payload_bytes: int
     checksum: bool = False
-    has_norms: bool = False
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments, without where they lie."""
+        return tuple(span.segment for span in self.spans)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether a segment is quantized."""
+        return any(segment.quantizer is not None for segment in self.segments)
 
     def meta(self, wire: torch.Tensor, span: Span) -> torch.Tensor:
         """Typed view: (num_rows, num_blocks, meta_numbers), scale and offset of every block."""
@@ -139,13 +152,15 @@ class WireLayout:
 
     def codes(self, wire: torch.Tensor, span: Span) -> torch.Tensor:
         """View: (num_rows, bytes) uint8, the packed codes of the segment."""
-        size = segment_code_bytes(span.segment)
-        return wire[:, span.data_offset : span.data_offset + size]
+        return wire[:, span.data_offset : span.data_offset + span.segment.code_bytes]
 
     def raw(self, wire: torch.Tensor, span: Span) -> torch.Tensor:
         """View: (num_rows, bytes) uint8, a full-precision segment."""
-        size = span.segment.numel * self.dtype.itemsize
-        return wire[:, span.data_offset : span.data_offset + size]
+        return wire[:, span.data_offset : span.data_offset + self.raw_bytes(span)]
+
+    def raw_bytes(self, span: Span) -> int:
+        """Bytes of a full-precision segment."""
+        return span.segment.numel * self.dtype.itemsize
 
 
 @lru_cache(maxsize=1024)
@@ -153,23 +168,29 @@ def wire_layout(
     segments: tuple[Segment, ...], dtype: torch.dtype, checksum: bool = False
 ) -> WireLayout:
     """Lay out ``segments``, in this order, for values of ``dtype``. Pure and cached."""
-    quantized = [s for s in segments if s.bits is not None]
+    quantized = [s for s in segments if s.quantizer is not None]
     raw_start = sum(s.meta_bytes for s in quantized)
-    raw_bytes = sum(s.numel for s in segments if s.bits is None) * dtype.itemsize
+    raw_bytes = sum(s.numel for s in segments if s.quantizer is None) * dtype.itemsize
     value_at, meta_at, raw_at, codes_at = 0, 0, raw_start, raw_start + raw_bytes
     spans = []
     for segment in segments:
-        if segment.bits is None:
+        if segment.quantizer is None:
             spans.append(Span(segment, value_at, 0, raw_at))
             raw_at += segment.numel * dtype.itemsize
         else:
             spans.append(Span(segment, value_at, meta_at, codes_at))
             meta_at += segment.meta_bytes
-            codes_at += segment_code_bytes(segment)
+            codes_at += segment.code_bytes
         value_at += segment.numel
     row_bytes = -(-codes_at // ROW_ALIGNMENT) * ROW_ALIGNMENT + (CHECKSUM_BYTES if checksum else 0)
-    has_norms = any(segment.scaling == "norm" for segment in quantized)
-    return WireLayout(tuple(spans), dtype, value_at, row_bytes, codes_at, checksum, has_norms)
+    return WireLayout(tuple(spans), dtype, value_at, row_bytes, codes_at, checksum)
+
+
+def tensor_layout(
+    numel: int, quantizer: Quantizer | None, dtype: torch.dtype = torch.float32
+) -> WireLayout:
+    """The layout of one row that is one segment of ``numel`` values."""
+    return wire_layout((Segment(numel, quantizer),), dtype)
 
 
 def row_checksums(wire: torch.Tensor) -> torch.Tensor:

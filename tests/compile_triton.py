@@ -18,22 +18,22 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from qsdp.check import example_levels
 from qsdp.kernels import triton_gpu
+from qsdp.quantizer import Quantizer, uneven_levels
 from qsdp.wire import Segment, WireLayout, wire_layout
 
 # Fused, approximate or flushing instructions: none has the reference's bits.
 FORBIDDEN = r"\bfma\.\S+|\bmad\.rn\S*|\S+\.ftz\S*|\S+\.approx\S*|div\.full\S*|rcp\.\S+"
 WIDE = r"(?:ld|st)\.global(?:\.\w+)*\.v[48]\."
 KERNELS = (triton_gpu.encode_kernel, triton_gpu.decode_kernel, triton_gpu.decode_sum_kernel)
-LEVELS = example_levels(4)
-SMALLEST = ("symmetric", "bfloat16", "hadamard")
+LEVELS = uneven_levels(4)
+SMALLEST = Quantizer(8, 1024, "dither", None, "symmetric", "bfloat16", "hadamard")
 CASES = (
-    ((Segment(5000, 8, 1024, "stochastic"), Segment(64)), torch.float32, 8),
-    ((Segment(4096, 4, 1024, "nearest", LEVELS), Segment(40)), torch.float16, 4),
-    ((Segment(2000, 5, 96, "shift"),), torch.bfloat16, 4),
-    ((Segment(5000, 8, 1024, "dither", None, *SMALLEST),), torch.float32, 8),
-    ((Segment(5000, 8, 1024, "nearest", None, "minmax", "bfloat16"),), torch.bfloat16, 4),
+    ((Segment(5000, Quantizer(8, 1024, "stochastic")), Segment(64)), torch.float32, 8),
+    ((Segment(4096, Quantizer(4, 1024, "nearest", LEVELS)), Segment(40)), torch.float16, 4),
+    ((Segment(2000, Quantizer(5, 96, "shift")),), torch.bfloat16, 4),
+    ((Segment(5000, SMALLEST),), torch.float32, 8),
+    ((Segment(5000, Quantizer(8, 1024, "nearest", scale_dtype="bfloat16")),), torch.bfloat16, 4),
 )
 
 

@@ -13,10 +13,7 @@ from typing import Protocol
 import torch
 
 from qsdp.kernels import reference
-from qsdp.kernels.accumulate import Accumulate
 from qsdp.wire import WireLayout
-
-VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Backend(Protocol):
@@ -46,8 +43,9 @@ class Backend(Protocol):
         divide: float = 1.0,
     ) -> None: ...
 
-    @property
-    def accumulate(self) -> Accumulate: ...
+    def accumulate(
+        self, values: torch.Tensor, layout: WireLayout, before: torch.Tensor, wire: torch.Tensor
+    ) -> None: ...
 
 
 def backend_for(device: torch.device) -> Backend:

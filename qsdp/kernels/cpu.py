@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qsdp.kernels import reference
-from qsdp.kernels.reference import FRACTION, grid_steps, level_thresholds
+from qsdp.kernels.reference import FRACTION, level_thresholds
+from qsdp.quantizer import CHOICES
 from qsdp.wire import Span, WireLayout
 
 NAME = "cpu"
@@ -24,7 +24,7 @@ LIBRARY = Path(__file__).with_name("_cpu.so")
 ABI = 4  # of cpu.cpp; a library with another number was left over from another version
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_ROUNDINGS = {"nearest": 0, "stochastic": 1, "shift": 2, "dither": 3}
+_ROUNDINGS = CHOICES["rounding"]  # in the order of cpu.cpp's numbers
 _MAX_TABLES = 1024
 _MEND = "install a C++ compiler (g++ or clang++), then reinstall qsdp: pip install --no-deps "
 _MEND += "--force-reinstall qsdp"
@@ -97,9 +97,7 @@ def set_isa(name: str | None) -> None:
 def encode(
     values: torch.Tensor, layout: WireLayout, wire: torch.Tensor, *, key: int, first_row: int = 0
 ) -> None:
-    """See :func:`qsdp.kernels.reference.encode`, which encodes blocks scaled by their 2-norm."""
-    if layout.has_norms:
-        return reference.encode(values, layout, wire, key=key, first_row=first_row)
+    """See :func:`qsdp.kernels.reference.encode`."""
     table = _table(layout)
     num_rows = values.shape[0]
     _check(values, (num_rows, layout.numel))
@@ -143,9 +141,7 @@ def decode_sum(
 def accumulate(
     values: torch.Tensor, layout: WireLayout, before: torch.Tensor, wire: torch.Tensor
 ) -> None:
-    """See :func:`qsdp.kernels.accumulate.stepwise`; in one pass over memory."""
-    if layout.has_norms:
-        return reference.accumulate(values, layout, before, wire)
+    """See :func:`qsdp.kernels.reference.accumulate_by`; in one pass over memory."""
     table = _table(layout)
     num_rows = values.shape[0]
     _check(values, (num_rows, layout.numel))
@@ -218,28 +214,29 @@ def _build_table(layout: WireLayout) -> _Table:
         layout.payload_bytes,
         _DTYPES[layout.dtype],
     )
-    level_tables = [_level_tables(s.segment.levels) for s in layout.spans if s.segment.levels]
-    has_raw = any(span.segment.bits is None for span in layout.spans)
-    return _Table(ctypes.addressof(header), has_raw, (layout, header, spans, level_tables))
+    quantizers = [segment.quantizer for segment in layout.segments]
+    levels = [_level_tables(q.levels) for q in quantizers if q is not None and q.levels]
+    has_raw = any(quantizer is None for quantizer in quantizers)
+    return _Table(ctypes.addressof(header), has_raw, (layout, header, spans, levels))
 
 
 def _span(span: Span) -> _Span:
-    segment = span.segment
+    quantizer = span.segment.quantizer
+    place = (span.segment.numel, span.value_offset, span.meta_offset, span.data_offset)
+    if quantizer is None:
+        return _Span(*place, 1)  # zero bits: full precision
     tables: list[int | None] = [None, None, None]
-    if segment.bits is not None and segment.levels is not None:
-        tables = [table.data_ptr() for table in _level_tables(segment.levels)]
+    if quantizer.levels is not None:
+        tables = [table.data_ptr() for table in _level_tables(quantizer.levels)]
     return _Span(
-        segment.numel,
-        span.value_offset,
-        span.meta_offset,
-        span.data_offset,
-        segment.block_size,
-        segment.bits or 0,
-        _ROUNDINGS[segment.rounding],
-        grid_steps(segment) if segment.bits is not None else 0,
-        segment.scaling != "minmax",
-        segment.scale_dtype == "bfloat16",
-        segment.transform == "hadamard",
+        *place,
+        quantizer.block_size,
+        quantizer.bits,
+        _ROUNDINGS.index(quantizer.rounding),
+        quantizer.steps,
+        quantizer.symmetric,
+        quantizer.scale_dtype == "bfloat16",
+        quantizer.transform == "hadamard",
         *tables,
     )
 

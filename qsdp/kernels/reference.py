@@ -6,8 +6,7 @@ below is one of those operations, so it can be transcribed.
 
 [Note: quantizing a block] ``L``, the number of steps of the grid, is ``2^bits - 1``; lo and hi are
 the block's extremes. With symmetric scaling hi is the larger magnitude, ``lo = -hi``, and L is
-``2^bits - 2``, so that zero lies on the grid. ``norm`` is the same with the block's 2-norm in place
-of the larger magnitude. With levels L is 1.
+``2^bits - 2``, so that zero lies on the grid. With levels L is 1.
 
 1. A NaN or infinity anywhere: scale and offset are NaN, all codes zero; the block decodes to NaN.
 2. ``p`` is a power of two that keeps the arithmetic in range: 1, or 2^64 for a range below 2^-64,
@@ -38,16 +37,15 @@ With a transform all this holds for the transformed values: see :mod:`qsdp.kerne
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
-from qsdp.kernels.accumulate import stepwise
-from qsdp.kernels.bfloat16 import round_down_to_bfloat16, round_up_to_bfloat16
-from qsdp.kernels.packing import pack, unpack
 from qsdp.kernels.philox import MASK32, random16_per_block, random16_per_value
 from qsdp.kernels.transform import hadamard, inverse_hadamard
-from qsdp.wire import Segment, Span, WireLayout, code_bytes
+from qsdp.quantizer import Quantizer
+from qsdp.wire import Span, WireLayout, code_bytes, planes
 
 NAME = "reference"
 
@@ -71,35 +69,34 @@ def encode(
     """
     wire[:, layout.payload_bytes :] = 0
     for index, span in enumerate(layout.spans):
-        part = values[:, span.value_offset : span.value_offset + span.segment.numel]
+        part, quantizer = values[:, span.values], span.segment.quantizer
         if not span.segment.numel:
             continue
-        if span.segment.bits is None:
+        if quantizer is None:
             layout.raw(wire, span).copy_(part.contiguous().view(torch.uint8))
             continue
         wire[:, span.meta_offset : span.meta_offset + span.segment.meta_bytes] = 0
         meta, codes = layout.meta(wire, span), layout.codes(wire, span)
-        if span.segment.transform is not None:
+        if quantizer.transform is not None:
             part = hadamard(part.float())
         for blocks, block_at, code_slice in _block_parts(part, span):
             scale, offset, code = quantize_blocks(
-                blocks.float(), span.segment, key, index, first_row, block_at
+                blocks.float(), quantizer, key, index, first_row, block_at
             )
             numbers = torch.stack((scale, offset)[: span.segment.meta_numbers], dim=-1)
-            if span.segment.scale_dtype == "bfloat16":
+            if quantizer.scale_dtype == "bfloat16":
                 # Upper halves: exact, and one NaN; torch's cast knows two, depending on strides.
                 halves = numbers.view(torch.int32) >> 16
                 numbers = halves.to(torch.int16).view(torch.bfloat16)
             meta[:, block_at : block_at + blocks.shape[1]] = numbers
-            codes[:, code_slice] = pack(code, span.segment.bits).flatten(1)
+            codes[:, code_slice] = pack(code, quantizer.bits).flatten(1)
 
 
 def decode(wire: torch.Tensor, layout: WireLayout, values: torch.Tensor) -> None:
     """Decode rows: the inverse of :func:`encode`. Writes all of ``values``, in its dtype."""
     for index, span in enumerate(layout.spans):
-        part = values[:, span.value_offset : span.value_offset + span.segment.numel]
         rows = _decode_span(wire, layout, span, index)
-        part.copy_(rows if span.segment.transform is None else inverse_hadamard(rows))
+        values[:, span.values] = inverse_hadamard(rows) if _is_rotated(span) else rows
 
 
 def decode_sum(
@@ -121,18 +118,45 @@ def decode_sum(
         total = rows[0].clone()
         for row in rows[1:]:
             total += row
-        if span.segment.transform is not None:
+        if _is_rotated(span):
             total = inverse_hadamard(total)
-        total = total * multiply / torch.full_like(total, divide)
-        out[span.value_offset : span.value_offset + span.segment.numel].copy_(total)
+        out[span.values] = total * multiply / torch.full_like(total, divide)
 
 
-accumulate = stepwise(encode, decode)
+def accumulate_by(encode: Callable[..., Any], decode: Callable[..., Any]) -> Callable[..., None]:
+    """The ``accumulate`` of a backend whose ``encode`` and ``decode`` these are, step by step."""
+
+    def accumulate(
+        values: torch.Tensor, layout: WireLayout, before: torch.Tensor, wire: torch.Tensor
+    ) -> None:
+        """Add what ``before`` holds to ``values``, encode the sums, and decode them again.
+
+        Args:
+            values: (num_rows, layout.numel), replaced by what ``wire`` holds then. Values of
+                segments in full precision are taken as they are: nothing is added to them.
+            before: (num_rows, layout.row_bytes) uint8; where it holds no finite number, it counts
+                as zero.
+            wire: (num_rows, layout.row_bytes) uint8, written completely; not ``before``. Random
+                rounding has key 0.
+        """
+        kept = torch.empty_like(values)
+        decode(before, layout, kept)
+        torch.nan_to_num(kept, nan=0.0, posinf=0.0, neginf=0.0, out=kept)
+        for span in layout.spans:
+            if span.segment.quantizer is not None:
+                values[:, span.values] += kept[:, span.values]
+        encode(values, layout, wire, key=0)
+        decode(wire, layout, values)
+
+    return accumulate
+
+
+accumulate = accumulate_by(encode, decode)
 
 
 def quantize_blocks(
     x: torch.Tensor,
-    segment: Segment,
+    quantizer: Quantizer,
     key: int,
     segment_index: int,
     first_row: int,
@@ -143,28 +167,21 @@ def quantize_blocks(
     Returns scale and offset (num_rows, num_blocks) float32 and codes (same shape as x) uint8.
     """
     num_rows, num_blocks, numel = x.shape
-    grid = block_grid(x, segment)
+    grid = block_grid(x, quantizer)
     rows = torch.arange(first_row, first_row + num_rows, device=x.device)[:, None]
     blocks = torch.arange(first_block, first_block + num_blocks, device=x.device)[None, :]
     content = x.view(torch.int32).sum(-1, dtype=torch.int64) & MASK32
     counter = (blocks, segment_index, rows)
     philox_key = (key & MASK32, (key >> 32) ^ content)
-    if segment.rounding == "nearest":
+    if quantizer.rounding == "nearest":
         r = torch.full_like(content, FRACTION // 2)
-    elif segment.rounding == "shift":
+    elif quantizer.rounding == "shift":
         r = random16_per_block(counter, philox_key)
-    elif segment.rounding == "dither":
-        r = dither(grid.scale, grid.offset, segment, numel, segment_index, first_block)
+    elif quantizer.rounding == "dither":
+        r = dither(grid.scale, grid.offset, quantizer, numel, segment_index, first_block)
     else:
         r = random16_per_value(numel, counter, philox_key)
-    return quantize_on(grid, x, segment, r)
-
-
-def quantize_blocks_with(
-    x: torch.Tensor, segment: Segment, r: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`quantize_blocks` with the 16 random bits given: (..., numel) or one a block (...)."""
-    return quantize_on(block_grid(x, segment), x, segment, r)
+    return quantize_on(grid, x, quantizer, r)
 
 
 class BlockGrid(NamedTuple):
@@ -182,19 +199,15 @@ class BlockGrid(NamedTuple):
     offset: torch.Tensor
 
 
-def block_grid(x: torch.Tensor, segment: Segment) -> BlockGrid:
+def block_grid(x: torch.Tensor, quantizer: Quantizer) -> BlockGrid:
     """Steps 1, 2 and 5 of [Note: quantizing a block] for (..., numel) float32."""
-    top = grid_steps(segment)
-    symmetric, rounded = segment.scaling != "minmax", segment.scale_dtype == "bfloat16"
+    top = quantizer.steps
+    symmetric, rounded = quantizer.symmetric, quantizer.scale_dtype == "bfloat16"
     finite = x.isfinite().all(-1)
     x = torch.where(finite[..., None], x, 0.0)
     lo, hi = x.amin(-1) + 0.0, x.amax(-1) + 0.0  # adding 0.0 turns -0.0 into 0.0
     if symmetric:
         hi = torch.maximum(lo.abs(), hi.abs())
-        if segment.scaling == "norm":
-            hi = x.double().square().sum(-1).sqrt().float()
-            finite &= hi.isfinite()
-            hi = torch.where(finite, hi, 0.0)
         lo = -hi
     extreme = torch.maximum(lo.abs(), hi.abs()) > HUGE
     quarter = torch.where(extreme, 0.25, 1.0)
@@ -229,35 +242,27 @@ def block_grid(x: torch.Tensor, segment: Segment) -> BlockGrid:
 
 
 def quantize_on(
-    grid: BlockGrid, x: torch.Tensor, segment: Segment, r: torch.Tensor
+    grid: BlockGrid, x: torch.Tensor, quantizer: Quantizer, r: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Steps 3 to 6 of [Note: quantizing a block]: scale, offset and codes."""
     x = torch.where(grid.finite[..., None], x, 0.0)
     q = torch.round((x * grid.p[..., None] - grid.base[..., None]) * grid.inverse[..., None])
-    q = q.clamp(0.0, float(FRACTION * grid_steps(segment))).to(torch.int64)
+    q = q.clamp(0.0, float(FRACTION * quantizer.steps)).to(torch.int64)
     offset = grid.offset
-    if segment.levels is not None:
-        code = torch.bucketize(q, level_thresholds(segment.levels).to(x.device), right=True)
+    if quantizer.levels is not None:
+        code = torch.bucketize(q, level_thresholds(quantizer.levels).to(x.device), right=True)
     else:
         code = round_positions(q, r[..., None] if r.ndim < x.ndim else r)
-        if segment.rounding == "shift":
+        if quantizer.rounding == "shift":
             offset = offset + grid.scale.abs() * shift_of(r).float()
     code = torch.where(grid.finite[..., None], code, 0)
     return grid.scale, offset, code.to(torch.uint8)
 
 
-def grid_steps(segment: Segment) -> int:
-    """Steps between the lowest and the highest point of a block's grid."""
-    assert segment.bits is not None
-    if segment.levels is not None:
-        return 1
-    return (1 << segment.bits) - (1 if segment.scaling == "minmax" else 2)
-
-
 def dither(
     scale: torch.Tensor,
     offset: torch.Tensor,
-    segment: Segment,
+    quantizer: Quantizer,
     numel: int,
     segment_index: int,
     first_block: int,
@@ -269,7 +274,7 @@ def dither(
     blocks = torch.arange(first_block, first_block + scale.shape[1], device=scale.device)[None, :]
     key0 = scale.view(torch.int32).to(torch.int64) & MASK32
     key1 = offset.contiguous().view(torch.int32).to(torch.int64) & MASK32
-    if segment.meta_numbers == 1:
+    if quantizer.symmetric:
         key1 = torch.zeros_like(key1)
     return random16_per_value(numel, (blocks, segment_index, 0), (key0, key1))
 
@@ -284,44 +289,6 @@ def shift_of(r: torch.Tensor) -> torch.Tensor:
     return (FRACTION - 1 - 2 * r).double() * (0.5 / FRACTION)
 
 
-def round_to_lattice(
-    x: torch.Tensor, step: float, rounding: str, *, key: int, per_value: bool = False
-) -> torch.Tensor:
-    """Round to the unbounded lattice of an absolute step: what the paper's theory quantizes with.
-
-    The same rule and the same random bits as in a block, without extremes and without codes that
-    must fit in a byte. ``nearest`` and ``stochastic`` give points of ``step * Z``; ``shift`` gives
-    points of ``step * (Z + shift)``, QSDP's random-shift quantizer (section 4, definition 1), and
-    ``dither`` the same with one shift for every value.
-
-    Args:
-        x: (num_rows, numel) float64, finite, with ``|x| < 2^36 * step``; positions are rounded to
-            65,536ths of a step.
-        key: 64 bits; other keys, other draws. Rows draw independently.
-        per_value: ``shift`` with one shift for every value, in place of one a row: ``dither``.
-
-    Returns:
-        A tensor like ``x``.
-
-    Raises:
-        ValueError: an unknown rounding.
-    """
-    if rounding not in ("nearest", "stochastic", "shift", "dither"):
-        raise ValueError(f"round_to_lattice knows no rounding {rounding!r}")
-    shifted = rounding in ("shift", "dither")
-    num_rows, numel = x.shape
-    counter = (0, 0, torch.arange(num_rows, device=x.device))
-    philox_key = (key & MASK32, key >> 32)
-    if rounding == "nearest":
-        r = torch.full_like(x, FRACTION // 2, dtype=torch.int64)
-    elif rounding == "shift" and not per_value:
-        r = random16_per_block(counter, philox_key)[:, None]
-    else:
-        r = random16_per_value(numel, counter, philox_key)
-    lattice = round_positions(torch.round(x / step * FRACTION).to(torch.int64), r).to(x.dtype)
-    return step * (lattice + shift_of(r) if shifted else lattice)
-
-
 def level_thresholds(levels: tuple[float, ...]) -> torch.Tensor:
     """(2^bits - 1,) int64: code j is taken from threshold j-1 (included) to threshold j."""
     table = torch.tensor(levels, dtype=torch.float64)
@@ -332,37 +299,74 @@ def dequantize_blocks(
     scale: torch.Tensor,
     offset: torch.Tensor,
     code: torch.Tensor,
-    segment: Segment,
+    quantizer: Quantizer,
     r: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Values of blocks, float32: the inverse of :func:`quantize_blocks` up to its error.
 
     ``r`` is the encoder's, for dither.
     """
-    if segment.levels is None:
+    if quantizer.levels is None:
         grid = code.float()
-        if segment.rounding == "dither":
+        if quantizer.rounding == "dither":
             assert r is not None
             grid = grid + shift_of(r).float()
     else:
-        grid = torch.tensor(segment.levels, dtype=torch.float32, device=code.device)[code.long()]
+        grid = torch.tensor(quantizer.levels, dtype=torch.float32, device=code.device)[code.long()]
     value = scale.abs()[..., None] * grid + offset[..., None]
     unscaled = (value * 4.0).clamp(-FLOAT_MAX, FLOAT_MAX)
     return torch.where(scale[..., None] < 0, unscaled, value)
 
 
+def round_down_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
+    """float32 to the next float32 below, or itself, that bfloat16 holds."""
+    bits = x.view(torch.int32)
+    return (torch.where(x < 0, bits + 0xFFFF, bits) & ~0xFFFF).view(torch.float32)
+
+
+def round_up_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
+    """float32 x >= 0 to the next float32 above, or itself, that bfloat16 holds."""
+    return ((x.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+
+
+def pack(code: torch.Tensor, bits: int) -> torch.Tensor:
+    """(..., numel) uint8 codes to (..., code_bytes) uint8; the order is in :mod:`qsdp.wire`."""
+    parts = []
+    for width, shift in planes(bits):
+        per_byte = 8 // width
+        plane = (code >> shift) & ((1 << width) - 1)
+        plane = torch.nn.functional.pad(plane, (0, -plane.shape[-1] % per_byte))
+        places = torch.arange(0, 8, width, dtype=torch.uint8, device=code.device)
+        parts.append((plane.unflatten(-1, (-1, per_byte)) << places).sum(-1, dtype=torch.uint8))
+    return torch.cat(parts, dim=-1)
+
+
+def unpack(packed: torch.Tensor, bits: int, numel: int) -> torch.Tensor:
+    """(..., code_bytes) uint8 to (..., numel) uint8 codes."""
+    code = torch.zeros(*packed.shape[:-1], numel, dtype=torch.uint8, device=packed.device)
+    at = 0
+    for width, shift in planes(bits):
+        size = -(-numel * width // 8)
+        places = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
+        plane = (packed[..., at : at + size, None] >> places) & ((1 << width) - 1)
+        code |= plane.flatten(-2)[..., :numel] << shift
+        at += size
+    return code
+
+
+def _is_rotated(span: Span) -> bool:
+    quantizer = span.segment.quantizer
+    return quantizer is not None and quantizer.transform is not None
+
+
 def _decode_span(wire: torch.Tensor, layout: WireLayout, span: Span, index: int) -> torch.Tensor:
     """(num_rows, segment.numel) float32; transformed values where there is a transform."""
-    segment = span.segment
+    segment, quantizer = span.segment, span.segment.quantizer
     if not segment.numel:
         return torch.empty(wire.shape[0], 0, device=wire.device)
-    if segment.bits is None:
-        return (
-            layout.raw(wire, span)
-            .clone(memory_format=torch.contiguous_format)
-            .view(layout.dtype)
-            .float()
-        )
+    if quantizer is None:
+        raw = layout.raw(wire, span).clone(memory_format=torch.contiguous_format)
+        return raw.view(layout.dtype).float()
     meta, codes = layout.meta(wire, span), layout.codes(wire, span)
     out = torch.empty(wire.shape[0], segment.numel, device=wire.device)
     for blocks, block_at, code_slice in _block_parts(out, span):
@@ -370,12 +374,12 @@ def _decode_span(wire: torch.Tensor, layout: WireLayout, span: Span, index: int)
         packed = codes[:, code_slice].unflatten(1, (num_blocks, -1))
         numbers = meta[:, block_at : block_at + num_blocks].float().unbind(-1)
         scale = numbers[0]
-        offset = numbers[1] if len(numbers) == 2 else -(scale.abs() * (grid_steps(segment) / 2))
-        code = unpack(packed, segment.bits, numel)
+        offset = numbers[1] if len(numbers) == 2 else -(scale.abs() * (quantizer.steps / 2))
+        code = unpack(packed, quantizer.bits, numel)
         r = None
-        if segment.rounding == "dither":
-            r = dither(scale, offset, segment, numel, index, block_at)
-        blocks.copy_(dequantize_blocks(scale, offset, code, segment, r))
+        if quantizer.rounding == "dither":
+            r = dither(scale, offset, quantizer, numel, index, block_at)
+        blocks.copy_(dequantize_blocks(scale, offset, code, quantizer, r))
     return out
 
 
@@ -385,16 +389,13 @@ def _block_parts(values: torch.Tensor, span: Span) -> list[tuple[torch.Tensor, i
     Returns for each part a view (num_rows, num_blocks, block), the index of its first block, and
     its bytes among the segment's codes.
     """
-    segment = span.segment
-    assert segment.bits is not None
-    full, rest = divmod(segment.numel, segment.block_size)
-    cut = full * segment.block_size
-    full_bytes = full * code_bytes(segment.block_size, segment.bits)
+    size, bits = span.segment.format.block_size, span.segment.format.bits
+    full, rest = divmod(span.segment.numel, size)
+    cut, full_bytes = full * size, full * code_bytes(size, bits)
     parts = []
     if full:
-        blocks = values[:, :cut].unflatten(1, (full, segment.block_size))
-        parts.append((blocks, 0, slice(0, full_bytes)))
+        parts.append((values[:, :cut].unflatten(1, (full, size)), 0, slice(0, full_bytes)))
     if rest:
-        end = full_bytes + code_bytes(rest, segment.bits)
+        end = full_bytes + code_bytes(rest, bits)
         parts.append((values[:, cut:].unflatten(1, (1, rest)), full, slice(full_bytes, end)))
     return parts

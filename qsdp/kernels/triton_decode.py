@@ -54,7 +54,7 @@ def decode_kernel(
         codes = wire + tl.multiple_of(row * row_bytes + tl.load(run + 3), CODE_ALIGNMENT)
         meta = meta_pointer(wire + row * row_bytes, tl.load(run + 2), FORMAT)
         levels += tl.load(run + 6)
-        if count == FORMAT.blocks * FORMAT.block_size:
+        if count == FORMAT.blocks * FORMAT.quantizer.block_size:
             value = _decode_tile(codes, meta, levels, run, count, start, FORMAT, True)
             value = _untransformed(value, count, start, FORMAT, True)
             _store_tile(out, value, count, start, BF16, FORMAT, True)
@@ -97,7 +97,7 @@ def decode_sum_kernel(
         _store_values(out + tl.load(run) + at, exact, at < count, BF16, True)
     else:
         out += tl.multiple_of(tl.load(run), VALUE_ALIGNMENT)
-        if count == FORMAT.blocks * FORMAT.block_size:
+        if count == FORMAT.blocks * FORMAT.quantizer.block_size:
             total = _decode_rows(
                 wire, levels, run, count, start, num_rows, row_bytes, CODE_ALIGNMENT, FORMAT, True
             )
@@ -145,7 +145,7 @@ def _decode_tile(codes, meta, levels, run, count, start, FORMAT: tl.constexpr, F
     """(blocks, tile) float32, transformed values if there is a transform; masked lanes mean
     nothing.
     """
-    MASKED: tl.constexpr = (not FULL) or FORMAT.block_size % FORMAT.tile != 0
+    MASKED: tl.constexpr = (not FULL) or FORMAT.quantizer.block_size % FORMAT.tile != 0
     numel = block_numel(count, FORMAT, FULL)
     scale, offset = _load_meta(meta, numel, FORMAT, FULL)
     code = _load_codes(codes, numel, start, FORMAT, MASKED)
@@ -153,7 +153,7 @@ def _decode_tile(codes, meta, levels, run, count, start, FORMAT: tl.constexpr, F
         grid = tl.load(levels + code)
     else:  # a small integer as the low bits of 2^23 + code
         grid = (code | TWO23_BITS).to(tl.float32, bitcast=True) - TWO23
-    if FORMAT.rounding == "dither":
+    if FORMAT.quantizer.rounding == "dither":
         blocks = (tl.load(run + 4) + tl.arange(0, FORMAT.blocks)).to(tl.uint32)
         segment = tl.load(run + 5).to(tl.uint32)
         grid += shift_of(draw_dither(scale, offset, start, blocks, segment, FORMAT))
@@ -188,8 +188,8 @@ def _load_number(pointers, numel, FORMAT: tl.constexpr, FULL: tl.constexpr):
 @triton.jit
 def _untransformed(value, count, start, FORMAT: tl.constexpr, FULL: tl.constexpr):
     """A tile of decoded values, or of their sum, as it was before the transform."""
-    if FORMAT.transform:
-        MASKED: tl.constexpr = (not FULL) or FORMAT.block_size % FORMAT.tile != 0
+    if FORMAT.quantizer.transform == "hadamard":
+        MASKED: tl.constexpr = (not FULL) or FORMAT.quantizer.block_size % FORMAT.tile != 0
         return inverse_hadamard(value, block_numel(count, FORMAT, FULL), start, MASKED)
     else:
         return value
@@ -198,10 +198,10 @@ def _untransformed(value, count, start, FORMAT: tl.constexpr, FULL: tl.constexpr
 @triton.jit
 def _load_codes(codes, numel, start, FORMAT: tl.constexpr, MASKED: tl.constexpr):
     """(blocks, tile) int32 from bit planes: see :func:`qsdp.wire.planes`."""
-    BITS: tl.constexpr = FORMAT.bits
+    BITS: tl.constexpr = FORMAT.quantizer.bits
     BLOCKS: tl.constexpr = FORMAT.blocks
     TILE: tl.constexpr = FORMAT.tile
-    block = codes + (tl.arange(0, BLOCKS) * (FORMAT.block_size * BITS // 8))[:, None]
+    block = codes + (tl.arange(0, BLOCKS) * (FORMAT.quantizer.block_size * BITS // 8))[:, None]
     if BITS == 8:
         return _load_plane(block, numel, start, 8, TILE, MASKED)
     else:
@@ -249,10 +249,10 @@ def _load_raw(pointers, mask, RAW: tl.constexpr):
 def _store_tile(
     out, value, count, start, BF16: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr
 ):
-    MASKED: tl.constexpr = (not FULL) or FORMAT.block_size % FORMAT.tile != 0
+    MASKED: tl.constexpr = (not FULL) or FORMAT.quantizer.block_size % FORMAT.tile != 0
     numel = block_numel(count, FORMAT, FULL)
     column = start + tl.arange(0, FORMAT.tile)
-    at = tl.arange(0, FORMAT.blocks)[:, None] * FORMAT.block_size + column[None, :]
+    at = tl.arange(0, FORMAT.blocks)[:, None] * FORMAT.quantizer.block_size + column[None, :]
     _store_values(out + at, value, column[None, :] < numel[:, None], BF16, MASKED)
 
 

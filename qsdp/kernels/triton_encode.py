@@ -78,14 +78,14 @@ def encode_kernel(
         codes = wire + tl.multiple_of(row_start + tl.load(run + 3), CODE_ALIGNMENT)
         meta = meta_pointer(wire + row_start, tl.load(run + 2), FORMAT)
         if FORMAT.symmetric and FORMAT.meta_bytes == 2:  # others need no padding
-            end = meta + tl.cdiv(count, FORMAT.block_size)
+            end = meta + tl.cdiv(count, FORMAT.quantizer.block_size)
             tl.store(end, tl.zeros((), tl.int16), mask=tl.load(run + 7) > 0)
         block = tl.load(run + 4).to(tl.uint32)
         segment = tl.load(run + 5).to(tl.uint32)
         thresholds += tl.load(run + 6)
         draw_row = (first_row + row).to(tl.uint32)
         key = key_lo.to(tl.uint32, bitcast=True)
-        if count == FORMAT.blocks * FORMAT.block_size:
+        if count == FORMAT.blocks * FORMAT.quantizer.block_size:
             _encode_run(
                 source, codes, meta, thresholds, count, block, segment, draw_row, key, key_hi,
                 BF16, FORMAT, True,
@@ -102,7 +102,7 @@ def _encode_run(
     source, codes, meta, thresholds, count, block, segment, row, key_lo, key_hi,
     BF16: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    BLOCK_SIZE: tl.constexpr = FORMAT.block_size
+    BLOCK_SIZE: tl.constexpr = FORMAT.quantizer.block_size
     TILE: tl.constexpr = FORMAT.tile
     MASKED: tl.constexpr = (not FULL) or BLOCK_SIZE % TILE != 0
     place = tl.arange(0, FORMAT.blocks)
@@ -125,7 +125,7 @@ def _encode_run(
     key_lo = key_lo + tl.zeros_like(place).to(tl.uint32)
     key_hi = (content ^ key_hi).to(tl.uint32, bitcast=True)
     blocks = block + place.to(tl.uint32)
-    if FORMAT.rounding == "shift":
+    if FORMAT.quantizer.rounding == "shift":
         zero = tl.zeros_like(blocks)
         word, _, _, _ = philox(zero, blocks, segment, row, key_lo, key_hi)
         draw = (word & 0xFFFF).to(tl.int32)
@@ -139,13 +139,13 @@ def _encode_run(
             x = _load_tile(source, numel, start, BF16, FORMAT, MASKED)
         q = _positions(x, p, base, inverse, FORMAT)
         if FORMAT.levels:
-            code = _level_codes(q, thresholds, FORMAT.bits)
-        elif FORMAT.rounding == "stochastic":
+            code = _level_codes(q, thresholds, FORMAT.quantizer.bits)
+        elif FORMAT.quantizer.rounding == "stochastic":
             r = draw_per_value(start, blocks, segment, row, key_lo, key_hi, FORMAT)
             code = (q + r) >> 16
-        elif FORMAT.rounding == "dither":
+        elif FORMAT.quantizer.rounding == "dither":
             code = (q + draw_dither(scale, offset, start, blocks, segment, FORMAT)) >> 16
-        elif FORMAT.rounding == "shift":
+        elif FORMAT.quantizer.rounding == "shift":
             code = (q + draw[:, None]) >> 16
         else:
             code = (q + 32768) >> 16
@@ -160,10 +160,10 @@ def _encode_run(
 def block_numel(count, FORMAT: tl.constexpr, FULL: tl.constexpr):
     """Values of each block of a run, (blocks,) int32; zero past its end."""
     if FULL:
-        return tl.full((FORMAT.blocks,), FORMAT.block_size, tl.int32)
+        return tl.full((FORMAT.blocks,), FORMAT.quantizer.block_size, tl.int32)
     else:
-        left = count - tl.arange(0, FORMAT.blocks) * FORMAT.block_size
-        return tl.minimum(tl.maximum(left, 0), FORMAT.block_size)
+        left = count - tl.arange(0, FORMAT.blocks) * FORMAT.quantizer.block_size
+        return tl.minimum(tl.maximum(left, 0), FORMAT.quantizer.block_size)
 
 
 @triton.jit
@@ -194,13 +194,13 @@ def _load_tile(
 ):
     """(blocks, tile) float32, transformed if the format says so; masked lanes are zero."""
     column = start + tl.arange(0, FORMAT.tile)
-    at = tl.arange(0, FORMAT.blocks)[:, None] * FORMAT.block_size + column[None, :]
+    at = tl.arange(0, FORMAT.blocks)[:, None] * FORMAT.quantizer.block_size + column[None, :]
     if MASKED:
         x = tl.load(source + at, mask=column[None, :] < numel[:, None], other=0)
     else:
         x = tl.load(source + at)
     x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True) if BF16 else x.to(tl.float32)
-    if FORMAT.transform:
+    if FORMAT.quantizer.transform == "hadamard":
         x = hadamard(x, numel, start, MASKED)
     return x
 
@@ -286,8 +286,8 @@ def _level_codes(q, thresholds, BITS: tl.constexpr):
 @triton.jit
 def _store_codes(codes, code, numel, start, FORMAT: tl.constexpr, MASKED: tl.constexpr):
     """Pack a tile of codes into bit planes: see :func:`qsdp.wire.planes`."""
-    BITS: tl.constexpr = FORMAT.bits
-    block = codes + (tl.arange(0, FORMAT.blocks) * (FORMAT.block_size * BITS // 8))[:, None]
+    BITS: tl.constexpr = FORMAT.quantizer.bits
+    block = codes + (tl.arange(0, FORMAT.blocks) * (FORMAT.quantizer.block_size * BITS // 8))[:, None]
     if BITS == 8:
         _store_plane(block, code, numel, start, 8, MASKED)
     if BITS & 4:

@@ -21,44 +21,35 @@ import torch
 import triton
 import triton.language as tl
 
-from qsdp.kernels import reference
-from qsdp.kernels.accumulate import stepwise
-from qsdp.kernels.reference import grid_steps, level_thresholds
+from qsdp.kernels.reference import accumulate_by, level_thresholds
 from qsdp.kernels.triton_decode import decode_kernel, decode_sum_kernel
 from qsdp.kernels.triton_encode import encode_kernel
-from qsdp.wire import Segment, Span, WireLayout, code_bytes
+from qsdp.quantizer import Quantizer
+from qsdp.wire import Span, WireLayout, code_bytes
 
 NAME = "triton"
 
 WARP_VALUES = 1024  # 32 a thread
 MAX_TILE = 4096  # larger blocks are read twice
 MAX_ALIGNMENT = 16
-KNOWN = {
-    "rounding": ("nearest", "stochastic", "shift", "dither"),
-    "scaling": ("minmax", "symmetric", "norm"),
-    "scale_dtype": ("float32", "bfloat16"),
-    "transform": (None, "hadamard"),
-}
 
 
 @dataclass(frozen=True)
 class Format:
     """What a kernel is specialised for, a compile-time argument of its own.
 
-    Fields only, no properties: Triton keeps compiled kernels on disk by the values of the fields
-    and the source of the device code, and would not notice that a property had changed.
+    The quantizer without its table of levels, which is data, and what follows from it. Device code
+    reads fields only, no properties: Triton keeps compiled kernels on disk by the values of the
+    fields and the source of the device code, and would not notice that a property had changed.
     """
 
-    bits: int
-    block_size: int
+    quantizer: Quantizer
     tile: int  # lanes for one block, or for a piece of it
     blocks: int  # whole blocks of a program
-    steps: int  # from a block's lowest point to its highest
-    rounding: str
     levels: bool
+    steps: int  # from a block's lowest point to its highest
     symmetric: bool
     meta_bytes: int  # of a scale or an offset
-    transform: bool
 
 
 @dataclass(frozen=True)
@@ -78,9 +69,7 @@ class Launch:
 def encode(
     values: torch.Tensor, layout: WireLayout, wire: torch.Tensor, *, key: int, first_row: int = 0
 ) -> None:
-    """See :func:`qsdp.kernels.reference.encode`, which encodes blocks scaled by their 2-norm."""
-    if layout.has_norms:
-        return reference.encode(values, layout, wire, key=key, first_row=first_row)
+    """See :func:`qsdp.kernels.reference.encode`."""
     key_halves = _signed(key), _signed(key >> 32)
     with torch.cuda.device_of(wire):
         for index, launch in enumerate(launches(layout, wire.device)):
@@ -134,7 +123,7 @@ def decode_sum(
             )
 
 
-accumulate = stepwise(encode, decode)
+accumulate = accumulate_by(encode, decode)
 
 
 def _options(format_: Format) -> dict[str, Any]:
@@ -144,7 +133,7 @@ def _options(format_: Format) -> dict[str, Any]:
 
 
 def _decode_grid(launch: Launch, num_rows: int) -> tuple[int, int, int]:
-    return len(launch.table), num_rows, triton.cdiv(launch.format.block_size, MAX_TILE)
+    return len(launch.table), num_rows, triton.cdiv(launch.format.quantizer.block_size, MAX_TILE)
 
 
 def _signed(word: int) -> int:
@@ -180,12 +169,12 @@ def launches(layout: WireLayout, device: torch.device) -> tuple[Launch, ...]:
     formats: dict[Format, list[tuple[int, Span]]] = {}
     raw = []
     for index, span in enumerate(layout.spans):
-        if span.segment.numel and span.segment.bits is None:
+        if span.segment.numel and span.segment.quantizer is None:
             raw.append(span)
         elif span.segment.numel:
-            formats.setdefault(_format(span.segment), []).append((index, span))
+            formats.setdefault(_format(span.segment.format), []).append((index, span))
     if raw and not formats:
-        formats[_format(Segment(0, bits=8))] = []
+        formats[_format(Quantizer())] = []
     parts = []
     for format_, spans in formats.items():
         pieces = [
@@ -198,26 +187,16 @@ def launches(layout: WireLayout, device: torch.device) -> tuple[Launch, ...]:
     return tuple(parts)
 
 
-def _format(segment: Segment) -> Format:
-    assert segment.bits is not None
-    for name, known in KNOWN.items():
-        if getattr(segment, name) not in known:
-            raise NotImplementedError(
-                f"the Triton kernels know {name} {', '.join(map(str, known))}, "
-                f"not {getattr(segment, name)!r}: extend qsdp/kernels/triton_encode.py and _decode"
-            )
-    tile = min(int(triton.next_power_of_2(segment.block_size)), MAX_TILE)
+def _format(quantizer: Quantizer) -> Format:
+    tile = min(int(triton.next_power_of_2(quantizer.block_size)), MAX_TILE)
     return Format(
-        bits=segment.bits,
-        block_size=segment.block_size,
+        replace(quantizer, levels=None),
         tile=tile,
         blocks=max(WARP_VALUES // tile, 1),
-        steps=grid_steps(segment),
-        rounding=segment.rounding if segment.levels is None else "nearest",
-        levels=segment.levels is not None,
-        symmetric=segment.scaling != "minmax",
-        meta_bytes=segment.meta_dtype.itemsize,
-        transform=segment.transform is not None,
+        levels=quantizer.levels is not None,
+        steps=quantizer.steps,
+        symmetric=quantizer.symmetric,
+        meta_bytes=2 if quantizer.scale_dtype == "bfloat16" else 4,
     )
 
 
@@ -227,14 +206,14 @@ def _launch(
     tables: dict[tuple[float, ...], int] = {}  # and where each begins
     runs = []
     for index, span in spans:
-        levels = span.segment.levels
-        levels_at = tables.setdefault(levels, len(tables) << format_.bits) if levels else 0
+        levels = span.segment.format.levels
+        at = len(tables) << format_.quantizer.bits
+        levels_at = tables.setdefault(levels, at) if levels else 0
         runs += list(_block_runs(span, index, levels_at, format_.blocks))
     thresholds = [[*level_thresholds(table).tolist(), 0] for table in tables]
-    dither = format_.rounding == "dither"
     return Launch(
         format_,
-        format_ if dither else replace(format_, rounding="nearest"),
+        _decode_format(format_),
         torch.tensor(raw + runs, dtype=torch.int64).to(device),
         len(raw),
         torch.tensor(thresholds, dtype=torch.int32).to(device),
@@ -242,6 +221,13 @@ def _launch(
         math.gcd(MAX_ALIGNMENT, *(run[0] for run in runs)),
         math.gcd(MAX_ALIGNMENT, *(run[3] for run in runs)),
     )
+
+
+def _decode_format(format_: Format) -> Format:
+    """The same for all roundings that the decoder does not have to know."""
+    if format_.quantizer.rounding == "dither":
+        return format_
+    return replace(format_, quantizer=replace(format_.quantizer, rounding="nearest"))
 
 
 def _raw_runs(span: Span, itemsize: int, run: int) -> list[list[int]]:
@@ -258,20 +244,19 @@ def _block_runs(span: Span, segment_index: int, levels_at: int, blocks: int) -> 
 
     The last column is how many numbers of padding follow the segment's last scale.
     """
-    segment = span.segment
-    assert segment.bits is not None
-    bytes_a_block = code_bytes(segment.block_size, segment.bits)
+    segment, size = span.segment, span.segment.format.block_size
+    bytes_a_block = code_bytes(size, segment.format.bits)
     number = segment.meta_dtype.itemsize
-    padding = segment.meta_bytes // number - span.num_blocks * segment.meta_numbers
-    for block in range(0, span.num_blocks, blocks):
-        at = block * segment.block_size
+    padding = segment.meta_bytes // number - segment.num_blocks * segment.meta_numbers
+    for block in range(0, segment.num_blocks, blocks):
+        at = block * size
         yield [
             span.value_offset + at,
-            min(segment.numel - at, blocks * segment.block_size),
+            min(segment.numel - at, blocks * size),
             span.meta_offset // number + block * segment.meta_numbers,
             span.data_offset + block * bytes_a_block,
             block,
             segment_index,
             levels_at,
-            padding if block + blocks >= span.num_blocks else 0,
+            padding if block + blocks >= segment.num_blocks else 0,
         ]

@@ -1,0 +1,155 @@
+"""Rows: values to sealed wire bytes, and checked wire bytes to values. The only caller of kernels.
+
+A row is one rank's values in the layout of :mod:`qsdp.wire`; functions here take several at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from qsdp.buffers import pool
+from qsdp.kernels import backend_for
+from qsdp.quantizer import Quantizer
+from qsdp.wire import VALUE_DTYPES, WireLayout, damaged_rows, seal, tensor_layout
+
+
+def take_rows(num_rows: int, layout: WireLayout, device: torch.device) -> torch.Tensor:
+    """(num_rows, layout.row_bytes) uint8, uninitialised."""
+    wire = pool.take(num_rows * layout.row_bytes, torch.uint8, device)
+    return wire.view(num_rows, layout.row_bytes)
+
+
+def encode_rows(
+    values: torch.Tensor, layout: WireLayout, wire: torch.Tensor, *, key: int, first_row: int = 0
+) -> None:
+    """Encode ``values`` (num_rows, layout.numel) into ``wire`` (num_rows, layout.row_bytes).
+
+    Args:
+        key: 64 bits for random rounding.
+        first_row: of the first row's draws; other rows, other draws.
+    """
+    backend_for(values.device).encode(values, layout, wire, key=key, first_row=first_row)
+    if layout.checksum:
+        seal(wire)
+
+
+def decode_rows(
+    wire: torch.Tensor, layout: WireLayout, values: torch.Tensor, senders: Sequence[int] = ()
+) -> None:
+    """Decode ``wire`` into ``values`` (num_rows, layout.numel), of any of the three dtypes.
+
+    Args:
+        senders: the global rank that each row came from, for errors; none for rows of one's own.
+
+    Raises:
+        RuntimeError: naming the ranks whose rows arrived damaged, where the layout has checksums.
+    """
+    check_rows(wire, layout, senders)
+    backend_for(wire.device).decode(wire, layout, values)
+
+
+def sum_rows(
+    wire: torch.Tensor,
+    layout: WireLayout,
+    out: torch.Tensor,
+    senders: Sequence[int] = (),
+    *,
+    multiply: float = 1.0,
+    divide: float = 1.0,
+) -> None:
+    """Decode rows and add them in order: ``out = sum * multiply / divide``, (layout.numel,).
+
+    Raises:
+        RuntimeError: as :func:`decode_rows`.
+    """
+    check_rows(wire, layout, senders)
+    backend_for(wire.device).decode_sum(wire, layout, out, multiply=multiply, divide=divide)
+
+
+def accumulate_rows(
+    values: torch.Tensor, layout: WireLayout, before: torch.Tensor, wire: torch.Tensor
+) -> None:
+    """Add what ``before`` holds to ``values``, encode the sums to ``wire``, and decode these again.
+
+    All (num_rows, ...); ``values`` are replaced by what ``wire`` holds then. Where ``before`` holds
+    no finite number it counts as zero, and to segments in full precision nothing is added.
+    """
+    backend_for(values.device).accumulate(values, layout, before, wire)
+
+
+def check_rows(wire: torch.Tensor, layout: WireLayout, senders: Sequence[int]) -> None:
+    """Verify received rows where the layout has checksums; see :func:`decode_rows`."""
+    if not layout.checksum or not senders:
+        return
+    damaged = [senders[row] for row in damaged_rows(wire)]
+    if damaged:
+        raise RuntimeError(
+            f"rank {dist.get_rank()} received damaged bytes from rank "
+            f"{', '.join(map(str, sorted(damaged)))} ({layout.row_bytes} bytes do not match their "
+            "checksum): check the network or memory between them; QSDPConfig(verify=True) found it"
+        )
+
+
+def wire_bytes(numel: int, quantizer: Quantizer) -> int:
+    """Bytes on the wire for ``numel`` values of one tensor, padding included."""
+    return tensor_layout(numel, quantizer).row_bytes
+
+
+def encode(values: torch.Tensor, quantizer: Quantizer, *, key: int = 0) -> torch.Tensor:
+    """Quantize and pack a tensor of any shape.
+
+    Args:
+        values: float32, bfloat16 or float16; flattened in row-major order. Not modified.
+        quantizer: the format.
+        key: 64-bit number. Random draws depend on it and on each block's values alone; no
+            generator is touched.
+
+    Returns:
+        (wire_bytes(values.numel(), quantizer),) uint8 on the same device.
+
+    Raises:
+        TypeError: values of another dtype.
+    """
+    if values.dtype not in VALUE_DTYPES:
+        raise TypeError(f"qsdp.encode takes float32, bfloat16 or float16, got {values.dtype}")
+    layout = tensor_layout(values.numel(), quantizer, values.dtype)
+    wire = torch.empty(1, layout.row_bytes, dtype=torch.uint8, device=values.device)
+    rows = values.detach().reshape(1, -1).contiguous()
+    encode_rows(rows, layout, wire, key=key & (2**64 - 1))
+    return wire[0]
+
+
+def decode(
+    wire: torch.Tensor, numel: int, quantizer: Quantizer, *, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Unpack and dequantize what :func:`encode` gave for ``numel`` values.
+
+    Args:
+        wire: (wire_bytes(numel, quantizer),) uint8.
+        quantizer: the format that it was encoded in.
+        dtype: of the result; values are computed in float32 and rounded once.
+
+    Returns:
+        (numel,) of ``dtype``.
+
+    Raises:
+        TypeError: ``wire`` is not uint8, or ``dtype`` is not float32, bfloat16 or float16.
+        ValueError: ``wire`` has not the length of ``numel`` encoded values.
+    """
+    if wire.dtype != torch.uint8 or dtype not in VALUE_DTYPES:
+        raise TypeError(
+            "qsdp.decode takes uint8 wire and gives float32, bfloat16 or float16, "
+            f"got {wire.dtype} and dtype={dtype}"
+        )
+    layout = tensor_layout(numel, quantizer)
+    if wire.numel() != layout.row_bytes:
+        raise ValueError(
+            f"{numel} values at bits={quantizer.bits}, block_size={quantizer.block_size} are "
+            f"{layout.row_bytes} bytes on the wire, got {wire.numel()}"
+        )
+    values = torch.empty(1, numel, dtype=dtype, device=wire.device)
+    decode_rows(wire.reshape(1, -1).contiguous(), layout, values)
+    return values[0]

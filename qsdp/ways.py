@@ -1,0 +1,174 @@
+"""Ways: how one direction of one parameter travels.
+
+A way is a :class:`~qsdp.Quantizer`, one of the wrappers here, or None for full precision. A new
+system of this kind adds a wrapper here and what it remembers to :mod:`qsdp.memory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+from qsdp.levels import LevelSchedule
+from qsdp.quantizer import Quantizer
+
+Direction = Literal["weights", "gradients", "inside_node", "replicas"]
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A quantizer whose levels are learned for every parameter (QSDP section 5).
+
+    Attributes:
+        quantizer: with ``rounding="nearest"`` and without levels; the grid is uniform until the
+            first tables are learned.
+        schedule: when levels are learned, and how.
+
+    Raises:
+        TypeError, ValueError: a part of the wrong type, or one that does not fit.
+    """
+
+    quantizer: Quantizer
+    schedule: LevelSchedule = LevelSchedule()
+
+    def __post_init__(self) -> None:
+        require_kind("Learned", "quantizer", self.quantizer, (Quantizer,))
+        require_kind("Learned", "schedule", self.schedule, (LevelSchedule,))
+        if self.quantizer.rounding != "nearest" or self.quantizer.levels is not None:
+            raise ValueError(
+                'Learned(quantizer=...) must have rounding="nearest" and levels=None, '
+                f"got {self.quantizer}"
+            )
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Weights travel as differences to what every rank keeps of them (SDP4Bit).
+
+    Errors do not add up over steps, and the gather in backward moves nothing. The price is memory
+    for the whole model on every rank: about a byte a parameter with ``kept`` of 8 bits, or what
+    FSDP gathers with None.
+
+    Attributes:
+        quantizer: of the differences.
+        kept: the quantizer in which ranks keep the weights, which are those that they compute with,
+            with ``rounding="nearest"``; or None for the dtype that FSDP gathers.
+
+    Raises:
+        TypeError, ValueError: a part of the wrong type, or one that does not fit.
+    """
+
+    quantizer: Quantizer
+    kept: Quantizer | None = field(default_factory=lambda: Quantizer(8, rounding="nearest"))
+
+    def __post_init__(self) -> None:
+        require_kind("Differences", "quantizer", self.quantizer, (Quantizer,))
+        require_kind("Differences", "kept", self.kept, (Quantizer, None))
+        if self.kept is not None and self.kept.rounding != "nearest":
+            raise ValueError(
+                f"Differences(kept=...) must have rounding='nearest', got {self.kept.rounding!r}"
+            )
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """Error feedback: what quantization lost of one gradient is added to the next.
+
+    Costs a float32 for each element of the model on every rank.
+
+    Attributes:
+        quantizer: of the gradients, or :class:`Learned`.
+
+    Raises:
+        TypeError: ``quantizer`` is neither.
+    """
+
+    quantizer: Quantizer | Learned
+
+    def __post_init__(self) -> None:
+        require_kind("Feedback", "quantizer", self.quantizer, (Quantizer, Learned))
+
+
+Way = Quantizer | Learned | Differences | Feedback | None
+
+# What each direction may be.
+ALLOWED: dict[str, tuple[type | None, ...]] = {
+    "weights": (Quantizer, Learned, Differences, None),
+    "gradients": (Quantizer, Learned, Feedback, None),
+    "inside_node": (Quantizer, None),
+    "replicas": (Quantizer, Feedback, None),
+}
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How some parameters travel, in :attr:`QSDPConfig.exceptions`.
+
+    With ``gradients`` None they travel in full precision inside nodes and between replicas too.
+    """
+
+    weights: Quantizer | Learned | Differences | None
+    gradients: Quantizer | Learned | Feedback | None
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "gradients"):
+            require_kind("Ways", name, getattr(self, name), ALLOWED[name])
+
+
+def quantizer_of(way: Way) -> Quantizer | None:
+    """The quantizer inside a way; None for full precision."""
+    while not isinstance(way, Quantizer | None):
+        way = way.quantizer
+    return way
+
+
+def schedule_of(way: Way) -> LevelSchedule | None:
+    """When the levels of a way are learned; None where they are not."""
+    if isinstance(way, Feedback):
+        way = way.quantizer
+    return way.schedule if isinstance(way, Learned) else None
+
+
+def way_to_json(way: Way) -> dict[str, Any] | None:
+    if isinstance(way, Learned):
+        return {"learned": asdict(way.quantizer), "schedule": asdict(way.schedule)}
+    if isinstance(way, Differences):
+        return {"differences": asdict(way.quantizer), "kept": way.kept and asdict(way.kept)}
+    if isinstance(way, Feedback):
+        return {"feedback": way_to_json(way.quantizer)}
+    return None if way is None else asdict(way)
+
+
+def way_from_json(value: Any, name: str) -> Any:
+    """A way; whether its kind is allowed for ``name``, the constructors say."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping of Quantizer's fields or null, got {value!r}")
+    kind = next((k for k in ("learned", "differences", "feedback") if k in value), None)
+    if kind is None:
+        return Quantizer.from_json(value, name)
+    other = {"learned": "schedule", "differences": "kept", "feedback": None}[kind]
+    for key in value:
+        if key not in (kind, other):
+            raise ValueError(f"unknown field {key!r} of {name}: beside {kind!r} goes {other!r}")
+    if kind == "feedback":
+        return Feedback(way_from_json(value[kind], f"{name}.{kind}"))
+    inner = Quantizer.from_json(value[kind], f"{name}.{kind}")
+    if kind == "learned":
+        return Learned(inner, LevelSchedule(**value.get("schedule") or {}))
+    if "kept" not in value:
+        return Differences(inner)
+    kept = value["kept"]
+    return Differences(inner, kept and Quantizer.from_json(kept, f"{name}.kept"))
+
+
+def require_kind(owner: str, name: str, value: object, allowed: tuple[type | None, ...]) -> None:
+    kinds = [kind for kind in allowed if kind is not None]
+    if isinstance(value, tuple(kinds)) or (value is None and None in allowed):
+        return
+    words = [f"qsdp.{kind.__name__}" for kind in kinds] + ["None"] * (None in allowed)
+    text = f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
+    raise TypeError(f"{owner}({name}=...) must be a {text}, got {value!r}")
