@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml setup.py constraints.txt qsdp/kernels/cpu.cpp
+SOURCES := pyproject.toml setup.py constraints.txt qsdp/kernels/cpu.cpp $(wildcard qsdp/kernels/native/*.h)
 
 .PHONY: setup setup-dev demo test lint types fuzz bench clean
 .DELETE_ON_ERROR:

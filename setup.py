@@ -13,6 +13,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 KERNELS = Path(__file__).parent / "qsdp" / "kernels"
+HEADERS = [f"qsdp/kernels/native/{path.name}" for path in sorted(KERNELS.glob("native/*.h"))]
 
 
 def load_build_module():
@@ -52,6 +53,8 @@ class PlatformWheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension("qsdp.kernels._cpu", ["qsdp/kernels/cpu.cpp"], optional=True)],
+    ext_modules=[
+        Extension("qsdp.kernels._cpu", ["qsdp/kernels/cpu.cpp"], depends=HEADERS, optional=True)
+    ],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
 )

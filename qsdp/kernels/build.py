@@ -1,4 +1,4 @@
-"""Compile cpu.cpp to the shared library that cpu.py loads.
+"""Compile cpu.cpp, which includes native/*.h, to the shared library that cpu.py loads.
 
 Used by setup.py when the package is installed and by the fuzz script; standard library only,
 because torch is not there yet when a wheel is built.

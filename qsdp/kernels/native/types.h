@@ -1,0 +1,93 @@
+// What cpu.cpp and all its parts share: layouts as cpu.py hands them over, the jobs made of them,
+// sizes and numbers, small helpers. A rounding gets its number here; what it does is in encode.h
+// and, where the decoder has to know, in decode.h.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+// Bumped whenever Span, Layout or a signature in cpu.cpp changes: cpu.py refuses a stale library.
+constexpr int ABI = 4;
+
+enum Dtype : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
+enum Rounding : int32_t { NEAREST, STOCHASTIC, SHIFT, DITHER };
+
+// Span and Layout mirror the ctypes structures in cpu.py.
+struct Span {
+  int64_t numel, value_offset, meta_offset, data_offset;
+  int64_t block_size;
+  int32_t bits;        // 0: full precision
+  int32_t rounding;
+  int32_t steps;       // of the grid: L in reference.py
+  int32_t symmetric;   // no offset on the wire
+  int32_t short_meta;  // scales and offsets are bfloat16
+  int32_t rotated;     // the transform: groups of ROTATION values
+  const float* levels;         // 2^bits numbers, or null for the uniform grid
+  const int32_t* level_tree;   // thresholds as quantize_few_levels wants them, up to 4 bits
+  const uint8_t* level_codes;  // the code of each of the 65537 positions, from 5 bits on
+};
+
+struct Layout {
+  const Span* spans;
+  int64_t num_spans, numel, row_bytes, payload_bytes;
+  int32_t dtype;  // of full-precision segments
+};
+
+struct EncodeJob {
+  const Layout* layout;
+  const char* values;
+  uint8_t* wire;
+  int64_t num_rows, first_row;
+  uint64_t key;
+  int32_t dtype;
+};
+
+// `num_outputs` sums of `rows_per_output` rows each: decode has one row an output.
+struct DecodeJob {
+  const Layout* layout;
+  const uint8_t* wire;
+  char* out;
+  int64_t num_outputs, rows_per_output;
+  float multiply, divide;
+  int32_t dtype;
+  bool streaming;  // past the caches, where the output is float32
+  bool plain;      // the output is float32, nothing is summed, multiplied or divided
+  int64_t first = 0;  // flat index of the value that `out` starts with
+};
+
+// Values, what `before` holds of them added; encoded to `wire`, and what that holds of them.
+struct AccumulateJob {
+  const Layout* layout;
+  char* values;
+  const uint8_t* before;
+  uint8_t* wire;
+  int64_t num_rows;
+  int32_t dtype;
+};
+
+constexpr int CHUNK = 128;  // values quantized or unpacked together: one stretch of random bits
+constexpr int TILE = 1024;  // values decoded together: their float32 sum stays in L1
+
+constexpr float FRACTION = 65536.0f;
+constexpr float MAX_FLOAT = 0x1.fffffep127f;
+constexpr uint32_t NAN_BITS = 0x7fc00000;
+
+template <class To, class From>
+INLINE To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "bit_cast needs equal sizes");
+  To to;
+  __builtin_memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+INLINE constexpr int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE constexpr int64_t maximum(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE int64_t item_size(int32_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
+
+}  // namespace
