@@ -169,7 +169,7 @@ void qsdp_encode(const Layout* layout, const char* values, uint8_t* wire, int64_
   const int64_t rest = layout->row_bytes - layout->payload_bytes;
   for (int64_t row = 0; rest && row < num_rows; row++)
     memset(wire + row * layout->row_bytes + layout->payload_bytes, 0, size_t(rest));
-  const EncodeJob job{layout, values, wire, num_rows, first_row, key, dtype};
+  const EncodeJob job{layout, values, wire, first_row, key, dtype};
   run(isa().encode, job, num_rows * layout->numel, threads);
 }
 
@@ -181,8 +181,8 @@ void qsdp_decode(const Layout* layout, const uint8_t* wire, char* out, int64_t n
   const bool streaming = total * item_size(dtype) >= STREAMING_BYTES;
   const bool plain =
       dtype == FLOAT32 && rows_per_output == 1 && multiply == 1.0f && divide == 1.0f;
-  const DecodeJob job{layout,   wire,   out,   num_outputs, rows_per_output,
-                      multiply, divide, dtype, streaming,   plain};
+  const DecodeJob job{layout, wire,  out,       rows_per_output, multiply,
+                      divide, dtype, streaming, plain};
   run(isa().decode, job, total, threads);
 }
 
@@ -191,7 +191,7 @@ void qsdp_accumulate(const Layout* layout, char* values, const uint8_t* before, 
   const int64_t rest = layout->row_bytes - layout->payload_bytes;
   for (int64_t row = 0; rest && row < num_rows; row++)
     memset(wire + row * layout->row_bytes + layout->payload_bytes, 0, size_t(rest));
-  const AccumulateJob job{layout, values, before, wire, num_rows, dtype};
+  const AccumulateJob job{layout, values, before, wire, dtype};
   run(isa().accumulate, job, num_rows * layout->numel, threads);
 }
 

@@ -42,17 +42,17 @@ struct EncodeJob {
   const Layout* layout;
   const char* values;
   uint8_t* wire;
-  int64_t num_rows, first_row;
+  int64_t first_row;
   uint64_t key;
   int32_t dtype;
 };
 
-// `num_outputs` sums of `rows_per_output` rows each: decode has one row an output.
+// Sums of `rows_per_output` rows each: decode has one row an output.
 struct DecodeJob {
   const Layout* layout;
   const uint8_t* wire;
   char* out;
-  int64_t num_outputs, rows_per_output;
+  int64_t rows_per_output;
   float multiply, divide;
   int32_t dtype;
   bool streaming;  // past the caches, where the output is float32
@@ -66,7 +66,6 @@ struct AccumulateJob {
   char* values;
   const uint8_t* before;
   uint8_t* wire;
-  int64_t num_rows;
   int32_t dtype;
 };
 
