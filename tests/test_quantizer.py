@@ -241,21 +241,3 @@ def test_derived_keys_differ() -> None:
     keys = {derive_key(seed, a, b) for seed in range(4) for a in range(4) for b in range(4)}
     assert len(keys) == 64
     assert all(0 <= key < 2**64 for key in keys)
-
-
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "shift", "dither"])
-def test_lattice_of_an_absolute_step(rounding: str) -> None:
-    """Unbiased but for nearest, on the lattice but for shifts, within a step or half of one."""
-    x = torch.tensor([-3.21, 0.0, 0.4, 77.7], dtype=torch.float64).expand(50_000, 4)
-    y = reference.round_to_lattice(x, 0.5, rounding, key=3)
-    error = y - x
-    assert error.abs().max() <= (0.5 if rounding == "stochastic" else 0.25) * (1 + 1e-4)
-    if rounding != "nearest":
-        assert (error.mean(0).abs() < 5 * 0.5 / 2 / 50_000**0.5).all()
-    if rounding in ("nearest", "stochastic"):
-        assert torch.equal((y / 0.5).round() * 0.5, y)
-    places = (y / 0.5) % 1.0
-    one_a_row = torch.allclose(places[:, 1], places[:, 2], atol=1e-9)
-    assert one_a_row == (rounding != "dither")
-    with pytest.raises(ValueError, match="knows no rounding 'up'"):
-        reference.round_to_lattice(x, 0.5, "up", key=3)

@@ -10,15 +10,26 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
 
-from qsdp import check
-from qsdp.kernels import reference
-from qsdp.theory import command, descent, differences, exhaustive, floors, formulas, guarantee
-from qsdp.theory.claims import Claim, Estimate, Part, estimate
-from qsdp.theory.problems import coordinate_bowl, curvatures, generator, logistic, quadratic
+import qsdp
+from qsdp import check, cli
+from research.theory import (
+    command,
+    descent,
+    differences,
+    exhaustive,
+    floors,
+    formulas,
+    guarantee,
+    lattice,
+)
+from research.theory.claims import Claim, Estimate, Part, estimate
+from research.theory.lattice import round_to_lattice
+from research.theory.problems import coordinate_bowl, curvatures, generator, logistic, quadratic
 
 TRIALS = 100
 
@@ -123,9 +134,9 @@ def test_round_to_lattice_is_unbiased_over_all_random_bits(
     So what goes through ``exhaustive`` is what ``round_to_lattice`` does.
     """
     every = torch.arange(65536)
-    monkeypatch.setattr(reference, "random16_per_block", lambda *_: every)
+    monkeypatch.setattr(lattice, "random16_per_block", lambda *_: every)
     monkeypatch.setattr(
-        reference, "random16_per_value", lambda numel, *_: every[:, None].expand(-1, numel)
+        lattice, "random16_per_value", lambda numel, *_: every[:, None].expand(-1, numel)
     )
     positions = torch.tensor([-3.0, -0.75, 0.0, 2.0**-16, 0.5, 0.3, 100.123], dtype=torch.float64)
     step = 0.25
@@ -135,6 +146,24 @@ def test_round_to_lattice_is_unbiased_over_all_random_bits(
     assert torch.equal(rounded.mean(0), exact)
     square = ((rounded - exact) ** 2).mean(0)
     assert torch.equal(square, exhaustive.lattice_moments(positions, rounding).square)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "shift", "dither"])
+def test_lattice_of_an_absolute_step(rounding: str) -> None:
+    """Unbiased but for nearest, on the lattice but for shifts, within a step or half of one."""
+    x = torch.tensor([-3.21, 0.0, 0.4, 77.7], dtype=torch.float64).expand(50_000, 4)
+    y = round_to_lattice(x, 0.5, rounding, key=3)
+    error = y - x
+    assert error.abs().max() <= (0.5 if rounding == "stochastic" else 0.25) * (1 + 1e-4)
+    if rounding != "nearest":
+        assert (error.mean(0).abs() < 5 * 0.5 / 2 / 50_000**0.5).all()
+    if rounding in ("nearest", "stochastic"):
+        assert torch.equal((y / 0.5).round() * 0.5, y)
+    places = (y / 0.5) % 1.0
+    one_a_row = torch.allclose(places[:, 1], places[:, 2], atol=1e-9)
+    assert one_a_row == (rounding != "dither")
+    with pytest.raises(ValueError, match="knows no rounding 'up'"):
+        round_to_lattice(x, 0.5, "up", key=3)
 
 
 def test_constants_of_the_problems_are_true() -> None:
@@ -252,3 +281,15 @@ def test_the_table_shows_failures_and_what_is_missing(
 def test_check_dispatches_to_the_theory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "main", lambda: 7)
     assert check.main(["--theory"]) == 7
+
+
+def test_check_says_where_the_theory_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As installed from a wheel: no folder research/ beside the package."""
+    monkeypatch.setattr(qsdp, "__file__", str(tmp_path / "qsdp" / "__init__.py"))
+    assert cli.main(["check", "--theory"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert "folder research/" in line and "git clone" in line

@@ -1,6 +1,6 @@
 """Draw the figures of docs/theory.md.
 
-    python benchmarks/theory_plots.py [--out docs/figures]
+    python -m research.theory_plots [--out docs/figures]
 
 Runs the same experiments as ``qsdp check --theory``, with more of them along each axis (about two
 minutes on one core). Needs matplotlib and scikit-learn: ``pip install -e '.[train,dev]'``.
@@ -18,16 +18,16 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qsdp.quantizer import Quantizer
-from qsdp.theory import descent, differences, exhaustive, floors, formulas, guarantee
-from qsdp.theory.claims import estimate
-from qsdp.theory.problems import coordinate_bowl
+from qsdp.quantizer import Quantizer, Rounding, Scaling
+from research.theory import descent, differences, exhaustive, floors, formulas, guarantee
+from research.theory.claims import estimate
+from research.theory.problems import coordinate_bowl
 
 # Okabe and Ito's colours, which colour-blind readers tell apart.
 BLUE, RED, GREEN, PINK, ORANGE, GREY = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#777777"
 )  # fmt: skip
-COLOURS = {"shift": BLUE, "stochastic": GREEN, "nearest": RED}
+COLOURS: dict[Rounding, str] = {"shift": BLUE, "stochastic": GREEN, "nearest": RED}
 
 
 def main() -> None:
@@ -71,14 +71,11 @@ def theorem_curves(axes: Axes, case: guarantee.Case, steps: int) -> None:
     problem, setting = case.problem, case.setting()
     start = case.start.expand(200, -1)
     rate = setting.eta / problem.smoothness
-    for rounding, style, width in (
-        ("nearest", "-", 5),
-        ("stochastic", "-", 2.8),
-        ("shift", "-", 1),
-    ):
+    widths: dict[Rounding, float] = {"nearest": 5, "stochastic": 2.8, "shift": 1}
+    for rounding, width in widths.items():
         weights = descent.on_lattice(setting.step, rounding)
         iterates = descent.overwritten(problem, start, rate, weights=weights)
-        curve(axes, iterates, problem.excess, steps, rounding, style, COLOURS[rounding], width)
+        curve(axes, iterates, problem.excess, steps, rounding, "-", COLOURS[rounding], width)
     gradient_step = 2 * (problem.noise / problem.dim) ** 0.5
     setting = case.setting(gradient_step)
     iterates = descent.overwritten(
@@ -134,7 +131,7 @@ def contrast() -> Figure:
     target = floors.problem()
     rates = [eta / target.smoothness for eta in etas]
 
-    def measured(scheme: descent.Scheme, rounding: str, colour: str, marker: str) -> None:
+    def measured(scheme: descent.Scheme, rounding: Rounding, colour: str, marker: str) -> None:
         rounder = descent.on_lattice(floors.STEP, rounding)
         runs = floors.settle(scheme, rounder, etas, trials=200, steps=400)
         means, errors = zip(*(estimate(run.levels / benchmark) for run in runs), strict=True)
@@ -199,7 +196,7 @@ def difference() -> Figure:
         at,
     )
     axes.plot(at, [float(rows.mean()) for rows in squares], color=BLUE, label="measured")
-    bounds = {
+    bounds: dict[str, tuple[Callable[[int], float], str]] = {
         "derived bound": (lambda t: formulas.differences_bound(
             problem, compression, start_excess=run.start_excess, rate=rate, steps=t), "--"),
         "published bound (its own step)": (lambda t: formulas.published_bound(
@@ -241,7 +238,8 @@ def moments() -> Figure:
     ):
         ratios = [exhaustive.lattice_error(vector, float(norm) / s)[0] / size for s in levels]
         axes.plot(levels, ratios, "o-", color=colour, markersize=4, linewidth=1, label=name)
-    for scaling, colour, marker in (("symmetric", ORANGE, "s"), ("minmax", RED, "^")):
+    looks: dict[Scaling, tuple[str, str]] = {"symmetric": (ORANGE, "s"), "minmax": (RED, "^")}
+    for scaling, (colour, marker) in looks.items():
         places, ratios = [], []
         for bits in range(2, 9):
             quantizer = Quantizer(bits, 64, "stochastic", scaling=scaling)

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from qsdp.quantizer import Quantizer, Rounding
-from qsdp.theory.claims import Claim, Part, estimate
-from qsdp.theory.descent import exact, in_blocks, last, on_lattice, overwritten, with_masters
-from qsdp.theory.formulas import (
+from research.theory.claims import Claim, Part, estimate
+from research.theory.descent import exact, in_blocks, last, on_lattice, overwritten, with_masters
+from research.theory.formulas import (
     Setting,
     best_point_excess,
     best_point_excess_at_least,
@@ -19,7 +19,7 @@ from qsdp.theory.formulas import (
     masters_bound,
     theorem_setting,
 )
-from qsdp.theory.problems import (
+from research.theory.problems import (
     INSTALL_SKLEARN,
     Problem,
     curvatures,

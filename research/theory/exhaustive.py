@@ -1,7 +1,7 @@
 """Moments of roundings over all 65,536 outcomes of their random bits: no sampling.
 
-The outcomes go through the functions that ``round_to_lattice`` is made of, and through
-``quantize_blocks_with``. Moments on lattices are exact in float64: errors are multiples of 2^-17
+The outcomes go through the functions that ``round_to_lattice`` is made of, and through the
+reference's ``quantize_on``. Moments on lattices are exact in float64: errors are multiples of 2^-17
 steps, their squares of 2^-34, and 65,536 of them add up to less than 2^53 of those.
 """
 
@@ -14,22 +14,22 @@ import torch
 
 from qsdp.kernels.reference import (
     FRACTION,
+    block_grid,
     dequantize_blocks,
-    grid_steps,
-    quantize_blocks_with,
+    quantize_on,
     round_positions,
     shift_of,
 )
 from qsdp.quantizer import Quantizer, Rounding, Scaling
-from qsdp.theory.claims import Claim, Estimate, Part
-from qsdp.theory.formulas import (
+from research.theory.claims import Claim, Estimate, Part
+from research.theory.formulas import (
     EPSILON32,
     POSITION_ERROR,
     block_contraction,
     qsgd_nonzeros,
     qsgd_variance,
 )
-from qsdp.theory.problems import generator
+from research.theory.problems import generator
 
 OUTCOMES = torch.arange(FRACTION)
 _AT_ONCE = 2  # values whose outcomes are held together: they should stay in a core's cache
@@ -97,13 +97,12 @@ def block_moments(block: torch.Tensor, quantizer: Quantizer) -> tuple[Moments, f
     Stochastic rounding and dither draw for every value. A value's moments depend on its own draw
     alone, so all values go through the outcomes together.
     """
-    segment, errors = quantizer.segment(block.numel()), []
-    step = 0.0
+    errors, step = [], 0.0
     for r in OUTCOMES.split(4096):
         rows = block.expand(len(r), -1)
         draws = r if quantizer.rounding == "shift" else r[:, None].expand_as(rows)
-        scale, offset, code = quantize_blocks_with(rows, segment, draws)
-        values = dequantize_blocks(scale, offset, code, segment, draws)
+        scale, offset, code = quantize_on(block_grid(rows, quantizer), rows, quantizer, draws)
+        values = dequantize_blocks(scale, offset, code, quantizer, draws)
         step = float(scale[0].abs())
         errors.append((values.double() - block.double()) / step)
     error = torch.cat(errors)
@@ -197,7 +196,7 @@ def _block_claims(quantizer: Quantizer) -> list[Claim]:
     """
     block = torch.randn(32, generator=generator(quantizer.bits))
     moments, step = block_moments(block, quantizer)
-    steps = grid_steps(quantizer.segment(32))
+    steps = quantizer.steps
     slack = POSITION_ERROR + (7 * steps + 3 * float(block.abs().max()) / step + 3) * EPSILON32
     own = 1.0 if quantizer.rounding == "stochastic" else 0.5
     kind = "symmetric" if quantizer.scaling == "symmetric" else "min-max"
@@ -279,7 +278,7 @@ def _library_claims(vectors: dict[str, torch.Tensor]) -> list[Claim]:
 
 def _zero_grid_factor(quantizer: Quantizer, dim: int) -> float:
     """QSGD's sqrt(n)/s with s = L/2, beside the errors of float32 arithmetic."""
-    steps = grid_steps(quantizer.segment(dim))
+    steps = quantizer.steps
     slack = 2 * dim * (POSITION_ERROR + 10 * steps * EPSILON32) / (steps / 2) ** 2
     return math.sqrt(dim) / (steps / 2) + slack
 

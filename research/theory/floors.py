@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from qsdp.quantizer import Quantizer, Rounding
-from qsdp.theory.claims import Claim, Estimate, Part, estimate
-from qsdp.theory.descent import (
+from research.theory.claims import Claim, Estimate, Part, estimate
+from research.theory.descent import (
     Rounder,
     Scheme,
     in_blocks,
@@ -22,8 +22,8 @@ from qsdp.theory.descent import (
     sent_by_masters,
     time_average,
 )
-from qsdp.theory.formulas import masters_floor, shift_floor, stochastic_floor
-from qsdp.theory.problems import Problem, curvatures, quadratic
+from research.theory.formulas import masters_floor, shift_floor, stochastic_floor
+from research.theory.problems import Problem, curvatures, quadratic
 
 CONDITION = 4.0
 CURVATURE = curvatures(CONDITION, 8)

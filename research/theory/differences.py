@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from qsdp.quantizer import Quantizer
-from qsdp.theory.claims import Claim, Estimate, Part, estimate
-from qsdp.theory.descent import (
+from research.theory.claims import Claim, Estimate, Part, estimate
+from research.theory.descent import (
     Pair,
     by_largest,
     in_blocks,
@@ -21,14 +21,14 @@ from qsdp.theory.descent import (
     time_average,
     with_differences,
 )
-from qsdp.theory.formulas import (
+from research.theory.formulas import (
     Compression,
     block_contraction,
     differences_bound,
     published_bound,
     published_rate,
 )
-from qsdp.theory.problems import (
+from research.theory.problems import (
     INSTALL_SKLEARN,
     Problem,
     coordinate_bowl,

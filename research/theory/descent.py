@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 import torch
 
-from qsdp.kernels import backend_for
 from qsdp.kernels.philox import derive_key
-from qsdp.kernels.reference import round_to_lattice
 from qsdp.quantizer import Quantizer, Rounding
-from qsdp.theory.problems import Problem, generator
-from qsdp.wire import wire_layout
+from qsdp.rows import decode_rows, encode_rows
+from qsdp.wire import tensor_layout
+from research.theory.lattice import round_to_lattice
+from research.theory.problems import Problem, generator
 
 Rounder = Callable[[torch.Tensor, int], torch.Tensor]
 """(num_rows, dim) float64 and a 64-bit key to the rounded values; rows draw independently."""
@@ -65,12 +65,11 @@ def in_blocks(quantizer: Quantizer) -> Rounder:
     """Encode and decode as communication does, one wire row a trial (float32 on the way)."""
 
     def rounder(x: torch.Tensor, key: int) -> torch.Tensor:
-        layout = wire_layout((quantizer.segment(x.shape[1]),), torch.float32)
-        backend = backend_for(x.device)
+        layout = tensor_layout(x.shape[1], quantizer)
         wire = torch.empty(len(x), layout.row_bytes, dtype=torch.uint8)
         values = x.float()
-        backend.encode(values, layout, wire, key=key)
-        backend.decode(wire, layout, values)
+        encode_rows(values, layout, wire, key=key)
+        decode_rows(wire, layout, values)
         return values.double()
 
     return rounder

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 
 from qsdp.columns import format_columns
-from qsdp.theory import differences, exhaustive, floors, guarantee
-from qsdp.theory.claims import Claim, Part
+from research.theory import differences, exhaustive, floors, guarantee
+from research.theory.claims import Claim, Part
 
 PARTS: tuple[Callable[[], Part], ...] = (
     exhaustive.unbiasedness,

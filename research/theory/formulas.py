@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from qsdp.kernels.reference import grid_steps
 from qsdp.quantizer import Quantizer
-from qsdp.theory.problems import Problem
+from research.theory.problems import Problem
 
 EPSILON32 = 2.0**-24
 """Largest relative error of one float32 operation."""
@@ -99,7 +98,7 @@ def block_contraction(quantizer: Quantizer, dim: int) -> float:
     ``max - min <= sqrt(2) |v|``; symmetric, ``2 max / L`` with ``max <= |v|``. So for blocks of n
     values c is ``n / (2 L^2)``, symmetric ``n / L^2``, beside float32 roundings.
     """
-    steps = grid_steps(quantizer.segment(dim))
+    steps = quantizer.steps
     half_step = 0.5 + POSITION_ERROR + 7 * steps * EPSILON32
     spread = 2.0 if quantizer.scaling == "symmetric" else math.sqrt(2)
     each = spread / steps * half_step + 4 * EPSILON32

@@ -1,0 +1,1 @@
+"""What proves our claims: the theory behind docs/theory.md. For a checkout; not installed."""
