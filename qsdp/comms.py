@@ -1,9 +1,8 @@
-"""The comm objects that FSDP2 calls: which layout a buffer has, and which collective carries it."""
+"""The comm objects that FSDP2 calls: from a unit's plan to a collective."""
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -14,14 +13,14 @@ from qsdp.collectives import (
     ReduceOp,
     all_gather_quantized,
     all_reduce_quantized,
+    piece_layout,
     reduce_scatter_quantized,
 )
-from qsdp.kernels import VALUE_DTYPES
-from qsdp.learning import LevelLearner
+from qsdp.exchange import run
+from qsdp.param_group import AllGather, ParamGroup, ReduceScatter
 from qsdp.stats import CommMeter
-from qsdp.two_level import NodeGroups, all_gather_two_level, reduce_scatter_two_level
-from qsdp.units import AllGather, ReduceScatter, Unit
-from qsdp.wire import Segment, WireLayout, wire_layout
+from qsdp.unit import Unit
+from qsdp.wire import VALUE_DTYPES
 
 Size = Sequence[int | torch.SymInt]
 
@@ -29,10 +28,9 @@ Size = Sequence[int | torch.SymInt]
 class ObservedAllGather(AllGather):
     """FSDP2's own all-gather, counted and timed."""
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.stock: AllGather = unit.fsdp_group._all_gather_comm
-        self.meter = CommMeter(ranks_per_node(unit.group))
+    def __init__(self, handle: ParamGroup) -> None:
+        self.stock: AllGather = handle.all_gather_comm
+        self.meter = CommMeter(ranks_per_node(handle.group))
 
     def allocate(self, size: Size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.stock.allocate(size, dtype=dtype, device=device)
@@ -52,10 +50,9 @@ class ObservedAllGather(AllGather):
 class ObservedReduceScatter(ReduceScatter):
     """FSDP2's own reduce-scatter, counted and timed."""
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.stock: ReduceScatter = unit.fsdp_group._reduce_scatter_comm
-        self.meter = CommMeter(ranks_per_node(unit.group))
+    def __init__(self, handle: ParamGroup) -> None:
+        self.stock: ReduceScatter = handle.reduce_scatter_comm
+        self.meter = CommMeter(ranks_per_node(handle.group))
 
     def allocate(self, size: Size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.stock.allocate(size, dtype=dtype, device=device)
@@ -74,21 +71,15 @@ class ObservedReduceScatter(ReduceScatter):
 
 
 class QuantizedAllGather(ObservedAllGather):
-    """All-gather of quantized weights.
+    """All-gather of weights in the unit's ways.
 
     Equal weights give equal wire bytes however often they are gathered (see philox.py), so forward,
     backward and all micro-batches between two optimizer steps see the same decoded weights.
     """
 
-    def __init__(
-        self,
-        unit: Unit,
-        key: int,
-        nodes: NodeGroups | None = None,
-        learner: LevelLearner | None = None,
-    ) -> None:
-        super().__init__(unit)
-        self.key, self.nodes, self.learner = key, nodes, learner
+    def __init__(self, unit: Unit) -> None:
+        super().__init__(unit.handle)
+        self.unit = unit
 
     def allocate(self, size: Size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return pool.take(int(size[0]), dtype, device)
@@ -100,78 +91,51 @@ class QuantizedAllGather(ObservedAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
+        unit, numel, dtype = self.unit, input_tensor.numel(), input_tensor.dtype
         # Another group: with reshard_after_forward=<int> the backward gather runs on a smaller
         # one, over values that the forward decoded. Quantizing those again would change them.
         # Another dtype: uint8 is a buffer that somebody else has packed.
-        if group is not self.unit.group or input_tensor.dtype not in VALUE_DTYPES:
+        if group is not unit.handle.group or dtype not in VALUE_DTYPES:
             return super().__call__(output_tensor, input_tensor, group, async_op)
-        return self.gather(output_tensor, input_tensor, group, async_op)
-
-    def gather(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool,
-    ) -> dist.Work | None:
-        """Gather the values of all ranks' inputs."""
-        layout = self.unit.all_gather_layout(input_tensor.numel(), input_tensor.dtype)
-        # In backward the weights must be those of the forward, tables included.
-        if self.learner is not None and not self.unit.in_backward:
-            rows = input_tensor.view(1, -1)
-            if self.learner.learn_if_due("weights", rows, layout, group):
-                layout = self.unit.all_gather_layout(input_tensor.numel(), input_tensor.dtype)
-        return self.exchange(output_tensor, input_tensor, group, layout, async_op)
-
-    def exchange(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        layout: WireLayout,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Move quantized values by one level of collectives or two."""
-        if self.nodes is not None and not async_op:
-            all_gather_two_level(
-                output_tensor,
-                input_tensor,
-                self.nodes,
-                layout=layout,
-                key=self.key,
-                meter=self.meter,
-            )
-            return None
+        in_backward, device = unit.handle.in_backward, input_tensor.device
+        kept, values, then = unit.kept_weights(dtype), input_tensor, None
+        if kept is not None and not kept.started:
+            # Now, because the input may lie in the output.
+            values = first = input_tensor.clone()
+            layout, then = unit.raw_layout(numel, dtype), lambda rows: kept.start(rows, first)
+        elif kept is not None and in_backward:
+            rows = output_tensor.view(group.size(), numel)
+            with self.meter.phase("decode", device):
+                kept.read(rows)
+            self.meter.count_hops(0, 0, stock=rows[1:].nbytes)
+            return run(iter(()), async_op, self.meter, device)
+        else:
+            # In backward the weights must be those of the forward, tables included.
+            if unit.learns and not in_backward:
+                unit.learn("weights", unit.everything, values.view(1, -1), dtype)
+            layout = unit.gather_layout(numel, dtype)
+            if kept is not None:
+                with self.meter.phase("encode", device):
+                    values, then = kept.outgoing(input_tensor), kept.arrived
         return all_gather_quantized(
             output_tensor,
-            input_tensor,
+            values,
             group,
             quantizer=layout,
-            key=self.key,
+            key=unit.weights_key,
+            nodes=unit.nodes,
+            then=then,
             async_op=async_op,
             meter=self.meter,
         )
 
 
 class QuantizedReduceScatter(ObservedReduceScatter):
-    """Reduce-scatter of quantized gradients.
+    """Reduce-scatter of gradients in the unit's ways."""
 
-    Args:
-        error_feedback: add what quantization lost of one gradient to the next.
-    """
-
-    def __init__(
-        self,
-        unit: Unit,
-        key: int,
-        nodes: NodeGroups | None = None,
-        learner: LevelLearner | None = None,
-        error_feedback: bool = False,
-    ) -> None:
-        super().__init__(unit)
-        self.key, self.nodes, self.learner = key, nodes, learner
-        self.error_feedback = error_feedback
-        self.lost: torch.Tensor | None = None  # of the gradient before, float32
+    def __init__(self, unit: Unit) -> None:
+        super().__init__(unit.handle)
+        self.unit = unit
 
     def allocate(self, size: Size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return pool.take(int(size[0]), dtype, device)
@@ -184,115 +148,63 @@ class QuantizedReduceScatter(ObservedReduceScatter):
         op: ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if input_tensor.dtype not in VALUE_DTYPES:
+        unit, numel, dtype = self.unit, output_tensor.numel(), input_tensor.dtype
+        unit.learner.reductions += 1
+        if dtype not in VALUE_DTYPES:
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
-        layout = gradient_layout(self.unit, output_tensor, "gradients", input_tensor.dtype)
-        if self.learner is not None:
-            self.learner.reductions += 1
-            rows = input_tensor.view(-1, output_tensor.numel())
-            if self.learner.learn_if_due("gradients", rows, layout, group):
-                layout = gradient_layout(self.unit, output_tensor, "gradients", input_tensor.dtype)
-        if self.nodes is not None:
-            intra_layout = gradient_layout(
-                self.unit, output_tensor, "intra_node", input_tensor.dtype
-            )
-            segments = tuple(span.segment for span in layout.spans)
-            reduce_scatter_two_level(
-                output_tensor,
-                input_tensor,
-                self.nodes,
-                intra_layout=intra_layout,
-                inter_layout=wire_layout(segments, torch.float32, layout.checksum),
-                op=op,
-                key=self.key,
-                meter=self.meter,
-            )
-            return None
-        contribution = None
-        if self.error_feedback:
-            input_tensor, contribution = self._with_feedback(input_tensor)
-        work = reduce_scatter_quantized(
+        indices = unit.reduced(numel)
+        layout = inside = unit.raw_layout(numel, dtype)
+        residual = None
+        if indices is not None:
+            if unit.learns:
+                unit.learn("gradients", indices, input_tensor.view(-1, numel), dtype)
+            layout = unit.layout("gradients", indices, dtype)
+            inside = unit.layout("inside_node", indices, dtype)
+            residual = unit.residual(indices, layout)
+        return reduce_scatter_quantized(
             output_tensor,
             input_tensor,
             group,
             quantizer=layout,
             op=op,
-            key=self.key,
+            key=unit.gradients_key,
+            nodes=unit.nodes,
+            inside=inside,
+            residual=residual,
             async_op=async_op,
             meter=self.meter,
-            contribution=contribution,
         )
-        if contribution is not None and self.lost is not None:
-            self.lost -= contribution
-            torch.nan_to_num(self.lost, nan=0.0, posinf=0.0, neginf=0.0, out=self.lost)
-        return work
-
-    def _with_feedback(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradient and what was lost before, and room for what arrives of it.
-
-        Afterwards ``lost`` holds the exact sum; what arrives is to be taken off.
-        """
-        if self.lost is None or self.lost.numel() != gradient.numel():
-            self.lost = torch.zeros_like(gradient, dtype=torch.float32)
-        self.lost += gradient
-        return self.lost.to(gradient.dtype, copy=True), torch.empty_like(self.lost)
 
 
 class QuantizedAllReduce:
-    """HSDP's all-reduce of gradients between replicas, as FSDP2's all-reduce hook.
+    """HSDP's all-reduce of gradients between replicas: see ``ParamGroup.set_all_reduce_hook``."""
 
-    FSDP2 runs the hook of a model without replicas after its reduce-scatter, and has no place for
-    one instead of its own all-reduce. So while it is installed, the parameter group is told that it
-    has no replicas (``Unit.hide_replicas``), and this hook does their part.
-    """
-
-    def __init__(self, unit: Unit, key: int) -> None:
-        group = unit.replicate_group
+    def __init__(self, unit: Unit) -> None:
+        group = unit.handle.replicate_group
         assert group is not None
-        self.unit, self.key, self.group = unit, key, group
+        self.unit, self.group = unit, group
         self.meter = CommMeter(ranks_per_node(group))
-        self._partial: torch.Tensor | None = None
 
     def __call__(self, reduce_output: torch.Tensor) -> None:
-        if not self.unit.fsdp_group.all_reduce_grads:
-            # set_requires_all_reduce(False): keep the sum of micro-batches for later, as FSDP2
-            # does; the gradient that is set meanwhile adds nothing.
-            partial = reduce_output.clone()
-            self._partial = partial if self._partial is None else self._partial + partial
-            reduce_output.zero_()
-            return
-        if self._partial is not None:
-            reduce_output += self._partial
-            self._partial = None
-        layout = gradient_layout(self.unit, reduce_output, "all_reduce", reduce_output.dtype)
-        own_factor = self.unit.fsdp_group.gradient_divide_factor is not None
+        unit, numel, dtype = self.unit, reduce_output.numel(), reduce_output.dtype
+        if reduce_output.device.type == "cuda":
+            # FSDP2 allocated it in another stream and may free it while this one works on it.
+            reduce_output.record_stream(torch.cuda.current_stream())
+        indices = unit.reduced(numel)
+        layout, residuals = unit.raw_layout(numel, dtype), None
+        if indices is not None:
+            layout = unit.layout("replicas", indices, dtype)
+            pieces = piece_layout(layout, self.group.size())
+            residuals = unit.replica_residual(indices, pieces, self.group.size())
         all_reduce_quantized(
             reduce_output,
             self.group,
             quantizer=layout,
-            op=dist.ReduceOp.SUM if own_factor else dist.ReduceOp.AVG,
-            key=self.key,
+            op=dist.ReduceOp.SUM if unit.handle.sums_gradients else dist.ReduceOp.AVG,
+            key=unit.replicas_key,
+            residuals=residuals,
             meter=self.meter,
         )
-
-
-def gradient_layout(
-    unit: Unit, part: torch.Tensor, direction: str, dtype: torch.dtype
-) -> WireLayout:
-    """Layout of one rank's part of the gradients, all in full precision if it is ambiguous.
-
-    Every rank decides alike: the answer follows from sizes alone.
-    """
-    layout = unit.reduce_scatter_layout(part.numel(), direction, dtype)
-    if layout is not None:
-        return layout
-    warnings.warn(
-        f"qsdp: gradients of {unit.names[0]} and {len(unit.names) - 1} more travel in full "
-        f"precision: FSDP2 reduces {part.numel()} values a rank, and which parameters these are is "
-        "not clear",
-        stacklevel=3,
-    )
-    return wire_layout((Segment(part.numel()),), dtype, unit.checksum)
 
 
 def ranks_per_node(group: dist.ProcessGroup) -> int:
@@ -303,5 +215,5 @@ def ranks_per_node(group: dist.ProcessGroup) -> int:
 
 
 def _count_stock(meter: CommMeter, part: torch.Tensor, group: dist.ProcessGroup) -> None:
-    num_ranks, row_bytes = dist.get_world_size(group), part.numel() * part.element_size()
-    meter.count_rows(row_bytes, num_ranks, stock=(num_ranks - 1) * row_bytes)
+    num_ranks = dist.get_world_size(group)
+    meter.count_rows(part.nbytes, num_ranks, stock=(num_ranks - 1) * part.nbytes)

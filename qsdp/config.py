@@ -188,9 +188,7 @@ class QSDPConfig:
                 values[name] = way_from_json(values[name], name)
         if isinstance(values.get("exceptions"), Mapping):
             values["exceptions"] = {
-                pattern: Ways(
-                    *(way_from_json(ways.get(d), d) for d in ("weights", "gradients"))  # type: ignore[arg-type]
-                )
+                pattern: Ways(*(way_from_json(ways.get(d), d) for d in ("weights", "gradients")))
                 if isinstance(ways, Mapping)
                 else ways
                 for pattern, ways in values["exceptions"].items()

@@ -7,8 +7,8 @@ reduce-scatter followed by our all-gather: all ranks end with bit-identical grad
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,16 +18,18 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from qsdp.agreement import require_agreement
-from qsdp.collectives import Feedback, all_reduce_stages, piece_layout
+from qsdp.collectives import all_reduce_quantized, piece_layout
 from qsdp.comms import ranks_per_node
 from qsdp.config import QSDPConfig
-from qsdp.kernels import VALUE_DTYPES
+from qsdp.exchange import Pending
 from qsdp.kernels.philox import derive_key
+from qsdp.memory import Residuals
 from qsdp.quantizer import Quantizer
 from qsdp.stats import CommMeter, CommStats
-from qsdp.wire import Segment, WireLayout, wire_layout
+from qsdp.ways import Feedback, quantizer_of, schedule_of
+from qsdp.wire import VALUE_DTYPES, Segment, WireLayout, wire_layout
 
-_DDP = 3  # for keys, beside those of fsdp.py
+_DDP = 3  # for keys, beside those of unit.py
 
 Result = torch.futures.Future[torch.Tensor]
 
@@ -37,7 +39,9 @@ class _Known:
     """What the hook needs to know of a parameter: its name, and how it travels (None: raw)."""
 
     name: str
+    numel: int
     quantizer: Quantizer | None
+    feedback: bool
 
 
 class QuantizedDDPState:
@@ -49,10 +53,11 @@ class QuantizedDDPState:
     Args:
         model: whose gradients are reduced; named in errors and matched by patterns without DDP's
             own prefix ``module.``.
-        config: equal on all ranks. ``gradients``, where None leaves all to DDP's own all-reduce;
-            ``min_numel``, ``keep_full_precision``, ``overrides``, ``seed``, ``verify``, and
-            ``error_feedback``: of this rank's contribution and of the sums that it forwards, which
-            takes 4 * (1 + 1 / ranks) bytes an element. What is for FSDP must be None.
+        config: equal on all ranks, or the name of a preset (``"w32g8"``). ``gradients``, where None
+            leaves all to DDP's own all-reduce, ``exceptions``, ``min_numel``, ``seed`` and
+            ``verify``. :class:`qsdp.Feedback` is of this rank's contribution and of the sums that
+            it forwards, which takes 4 * (1 + 1 / ranks) bytes an element. What is for FSDP must be
+            None.
         group: DDP's ``process_group``; None is the model's, if it is wrapped, or the default group.
         warmup_steps: as many steps first in full precision, bit for bit as without the hook.
 
@@ -63,7 +68,7 @@ class QuantizedDDPState:
     def __init__(
         self,
         model: nn.Module,
-        config: QSDPConfig,
+        config: QSDPConfig | str,
         *,
         group: dist.ProcessGroup | None = None,
         warmup_steps: int = 0,
@@ -72,93 +77,107 @@ class QuantizedDDPState:
         if group is None and isinstance(model, DistributedDataParallel):
             group = model.process_group
         self.group: dist.ProcessGroup = _default_group() if group is None else group
+        named = _named_parameters(model)
+        error, config = _checked(
+            config, warmup_steps, [n for names in named.values() for n in names]
+        )
         self.config, self.warmup_steps = config, warmup_steps
         self.step = 0
-        named = _named_parameters(model)
-        error = _error_in(
-            config, warmup_steps, [name for names in named.values() for name in names]
-        )
         device = next(iter(named)).device if named else torch.device("cpu")
         facts = {
             "torch": torch.__version__,
-            "QSDPConfig": asdict(config) if isinstance(config, QSDPConfig) else None,
+            "QSDPConfig": config.to_json(),
             "parameters": {names[0]: str(tuple(p.shape)) for p, names in named.items()},
-            "warmup_steps": warmup_steps,
+            "warmup_steps": warmup_steps if error is None else None,
         }
         require_agreement(facts, error, self.group, device)
+        ways = {p: config.ways_of(names, p.shape)["gradients"] for p, names in named.items()}
         self._known = {
-            param: _Known(names[0], config.quantizer("gradients", names, param))
-            for param, names in named.items()
+            p: _Known(names[0], p.numel(), quantizer_of(ways[p]), isinstance(ways[p], Feedback))
+            for p, names in named.items()
         }
         self._key = derive_key(config.seed, _DDP)
         self._meter = CommMeter(ranks_per_node(self.group))
-        self._in_flight: list[Iterator[None]] = []
-        # By parameter name, because DDP rebuilds its buckets after the first step. Views into one
-        # flat pair a bucket, kept in _feedback by the names in it.
-        self._contribution: dict[str, torch.Tensor] = {}
-        self._reduced: dict[str, torch.Tensor] = {}
-        self._feedback: dict[tuple[str, ...], Feedback] = {}
+        self._in_flight: list[tuple[Pending, Result, torch.Tensor]] = []
+        # Of what this rank contributes, and of the sums that it forwards.
+        self._sent, self._forwarded = Residuals(), Residuals()
 
     def stats(self, reset: bool = False) -> CommStats:
         """What this rank sent and received so far, or since the last reset.
 
         ``stock_all_reduce`` is what a ring all-reduce of the gradients sends.
         """
-        meter = self._meter
-        stats = CommStats(
-            all_reduce_sent=meter.sent,
-            all_reduce_received=meter.received,
-            stock_all_reduce=meter.stock,
-            inter_node_sent=meter.inter_node,
-            encode_s=meter.seconds("encode"),
-            decode_s=meter.seconds("decode"),
-            network_s=meter.seconds("network"),
-        )
+        stats = self._meter.read("all_reduce")
         if reset:
-            meter.reset()
+            self._meter.reset()
         return stats
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, tensors and numbers only. Every rank has its own to save."""
-        return {
-            "step": self.step,
-            "rank": dist.get_rank(self.group),
-            "num_ranks": dist.get_world_size(self.group),
-            "contribution": {name: error.clone() for name, error in self._contribution.items()},
-            "reduced": {name: error.clone() for name, error in self._reduced.items()},
-        }
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What a resumed run needs, as copies. Every rank has its own to save.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+        Names of what belongs to one rank end with ``.rankR``; sizes are those of a fresh state, as
+        torch.distributed.checkpoint wants them for loading.
+        """
+        rank, num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        known = {f"sent.{name}": part for name, part in self._sent.state().items()}
+        known |= {f"forwarded.{name}": part for name, part in self._forwarded.state().items()}
+        state = {"progress": torch.tensor([self.step, num_ranks])}
+        for name, shape in self._residual_shapes().items():
+            state[f"{name}.rank{rank}"] = known[name] if name in known else torch.zeros(shape)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from what :meth:`state_dict` gave on this rank.
 
         Raises:
             ValueError: it is of another rank, another number of ranks, or another model.
         """
-        own = (dist.get_rank(self.group), dist.get_world_size(self.group))
-        if (state["rank"], state["num_ranks"]) != own:
-            raise ValueError(
-                f"this state was saved by rank {state['rank']} of {state['num_ranks']} and this is "
-                f"rank {own[0]} of {own[1]}: save and load one file a rank, and on another number "
-                "of ranks start with a fresh QuantizedDDPState"
-            )
-        sizes = {known.name: param.numel() for param, known in self._known.items()}
-        for name, error in state["contribution"].items():
-            if sizes.get(name) != error.numel():
+        rank, num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        step, saved_ranks = state["progress"].tolist()
+        suffix, parts = f".rank{rank}", {}
+        for name, shape in self._residual_shapes().items():
+            part = state.get(name + suffix)
+            if saved_ranks != num_ranks or part is None:
                 raise ValueError(
-                    f"this state has {error.numel()} errors of parameter {name!r}, which has "
-                    f"{sizes.get(name, 'no')} elements here: load the state saved with this model"
+                    f"this state was saved by {saved_ranks} ranks and holds nothing of {name!r} "
+                    f"for rank {rank} of {num_ranks}: save and load every rank's own, and on "
+                    "another number of ranks start with a fresh QuantizedDDPState"
                 )
-        self.step = state["step"]
-        self._feedback.clear()
-        self._contribution = {name: error.clone() for name, error in state["contribution"].items()}
-        self._reduced = {name: error.clone() for name, error in state["reduced"].items()}
+            if part.shape != shape:
+                raise ValueError(
+                    f"this state has errors of shape {tuple(part.shape)} for {name!r}, which has "
+                    f"{shape} here: load the state saved with this model"
+                )
+            parts[name] = part
+        self.step = step
+        for kind, residuals in (("sent", self._sent), ("forwarded", self._forwarded)):
+            start = f"{kind}."
+            residuals.load(
+                {n.removeprefix(start): p for n, p in parts.items() if n.startswith(start)}
+            )
 
-    def _layout(
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "a QuantizedDDPState cannot be pickled, because it holds a process group: save its "
+            "state_dict(), and give that to load_state_dict() of a new one"
+        )
+
+    def _residual_shapes(self) -> dict[str, tuple[int, int]]:
+        """Of every residual, by its name in a state."""
+        shapes, num_ranks = {}, dist.get_world_size(self.group)
+        for known in self._known.values():
+            if known.feedback:
+                piece = -(-known.numel // num_ranks)
+                shapes[f"sent.{known.name}"] = (num_ranks, piece)
+                shapes[f"forwarded.{known.name}"] = (1, piece)
+        return shapes
+
+    def _known_of(
         self,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
-    ) -> tuple[tuple[str, ...], WireLayout]:
-        """Names of a bucket's parameters in the order of its values, and the layout of these."""
-        names, segments = [], []
+    ) -> list[_Known]:
+        """A bucket's parameters, in the order of its values."""
+        found = []
         for param in bucket.parameters():
             known = self._known.get(param)
             if known is None:
@@ -167,26 +186,21 @@ class QuantizedDDPState:
                     "QuantizedDDPState does not know: pass it the model that register_comm_hook is "
                     "called on, after its last parameter is made"
                 )
-            names.append(known.name)
-            quantizer, numel = known.quantizer, param.numel()
-            segments.append(Segment(numel) if quantizer is None else quantizer.segment(numel))
-        dtype = bucket.buffer().dtype
-        return tuple(names), wire_layout(tuple(segments), dtype, self.config.verify)
+            found.append(known)
+        return found
 
-    def _feedback_of(
-        self, names: tuple[str, ...], layout: WireLayout, device: torch.device
-    ) -> Feedback:
-        if names not in self._feedback:
-            # Buckets that overlap are those of before a rebuild.
-            self._feedback = {
-                other: pair for other, pair in self._feedback.items() if not {*other} & {*names}
-            }
-            pieces = piece_layout(layout, dist.get_world_size(self.group))
-            self._feedback[names] = Feedback(
-                _join(self._contribution, names, layout, device),
-                _join(self._reduced, names, pieces, device),
-            )
-        return self._feedback[names]
+    def _residuals(
+        self, bucket: list[_Known], layout: WireLayout, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not any(known.feedback for known in bucket):
+            return None
+        names = tuple(known.name if known.feedback else None for known in bucket)
+        num_ranks = dist.get_world_size(self.group)
+        pieces = piece_layout(layout, num_ranks)
+        return (
+            self._sent.together(names, pieces, num_ranks, device),
+            self._forwarded.together(names, pieces, 1, device),
+        )
 
 
 def quantized_ddp_hook(
@@ -210,17 +224,27 @@ def quantized_ddp_hook(
         )
     if bucket.index() == 0:
         state._in_flight.clear()  # of a backward that raised
-    names, layout = state._layout(bucket)
-    buffer = bucket.buffer()
+    known, buffer = state._known_of(bucket), bucket.buffer()
+    segments = tuple(Segment(k.numel, k.quantizer) for k in known)
+    layout = wire_layout(segments, buffer.dtype, state.config.verify)
+    quantized = layout.quantized and layout.dtype in VALUE_DTYPES
     _advance(state)
     if dist.get_world_size(state.group) == 1:
         result = _future(buffer.device)
         result.set_result(buffer)
-    elif _is_quantized(layout) and state.step >= state.warmup_steps:
+    elif quantized and state.step >= state.warmup_steps:
         result = _future(buffer.device)
-        stages = _quantized_stages(state, buffer, names, layout, result)
-        next(stages)
-        state._in_flight.append(stages)
+        pending = all_reduce_quantized(
+            buffer,
+            state.group,
+            quantizer=layout,
+            key=state._key,
+            residuals=state._residuals(known, layout, buffer.device),
+            async_op=True,
+            meter=state._meter,
+        )
+        assert isinstance(pending, Pending)
+        state._in_flight.append((pending, result, buffer))
     else:
         result = _stock_all_reduce(state, buffer)
     if bucket.is_last():
@@ -232,24 +256,13 @@ def quantized_ddp_hook(
 
 def _advance(state: QuantizedDDPState) -> None:
     """Take every bucket that is under way one stage further, the oldest first."""
-    ended = object()
-    state._in_flight = [stages for stages in state._in_flight if next(stages, ended) is not ended]
-
-
-def _quantized_stages(
-    state: QuantizedDDPState,
-    buffer: torch.Tensor,
-    names: tuple[str, ...],
-    layout: WireLayout,
-    result: Result,
-) -> Iterator[None]:
-    feedback = None
-    if state.config.error_feedback:
-        feedback = state._feedback_of(names, layout, buffer.device)
-    yield from all_reduce_stages(
-        buffer, state.group, quantizer=layout, key=state._key, meter=state._meter, feedback=feedback
-    )
-    result.set_result(buffer)
+    under_way = []
+    for pending, result, buffer in state._in_flight:
+        if pending.advance():
+            result.set_result(buffer)
+        else:
+            under_way.append((pending, result, buffer))
+    state._in_flight = under_way
 
 
 def _stock_all_reduce(state: QuantizedDDPState, buffer: torch.Tensor) -> Result:
@@ -267,28 +280,6 @@ def _stock_all_reduce(state: QuantizedDDPState, buffer: torch.Tensor) -> Result:
 def _future(device: torch.device) -> Result:
     """Set on the current stream; whoever waits for it on CUDA waits for that stream."""
     return torch.futures.Future(devices=None if device.type == "cpu" else [device])
-
-
-def _is_quantized(layout: WireLayout) -> bool:
-    quantized = any(span.segment.bits is not None for span in layout.spans)
-    return quantized and layout.dtype in VALUE_DTYPES
-
-
-def _join(
-    errors: dict[str, torch.Tensor],
-    names: tuple[str, ...],
-    layout: WireLayout,
-    device: torch.device,
-) -> torch.Tensor:
-    """One flat tensor of the errors of ``names``, zero where there are none yet; ``errors`` then
-    holds views into it."""
-    flat = torch.zeros(layout.numel, device=device)
-    views = flat.split([span.segment.numel for span in layout.spans])
-    for name, view in zip(names, views, strict=True):
-        if name in errors:
-            view.copy_(errors[name])
-        errors[name] = view
-    return flat
 
 
 def _named_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -318,35 +309,30 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _error_in(config: QSDPConfig, warmup_steps: int, names: list[str]) -> str | None:
-    """One line on what is wrong with the arguments; None if nothing is."""
-    if not isinstance(config, QSDPConfig):
-        return f'QuantizedDDPState takes a QSDPConfig, e.g. .preset("w32g8"), got {config!r}'
-    for name in ("weights", "intra_node", "all_reduce"):
+def _checked(
+    config: QSDPConfig | str, warmup_steps: int, names: list[str]
+) -> tuple[str | None, QSDPConfig]:
+    """One line on what is wrong with the arguments, None if nothing is, and the configuration."""
+    try:
+        config = QSDPConfig.of(config, "QuantizedDDPState")
+        config.require_matches(names)
+    except (TypeError, ValueError) as error:
+        return str(error), QSDPConfig()
+    for name in ("ranks_per_node", "replicas"):
         if getattr(config, name) is not None:
-            return (
-                f"DDP reduces gradients only: QSDPConfig({name}=...) must be None for "
-                f'QuantizedDDPState, as in QSDPConfig.preset("w32g8"), got {getattr(config, name)}'
-            )
-    overrides = [override for _, override in config._override_pairs]
-    if any(override.weights is not None for override in overrides):
+            return f"DDP has no such collectives: QSDPConfig({name}=...) must be None", config
+    if any(way is not None for way in config.ways("weights")):
         return (
-            "DDP reduces gradients only: in QSDPConfig(overrides=...) for QuantizedDDPState name "
-            "presets such as w32g4, or qsdp.Override(weights=None, gradients=...)"
+            "DDP reduces gradients only: QSDPConfig(weights=...) must be None for "
+            'QuantizedDDPState, as in the preset "w32g8", and so must the weights of exceptions',
+            config,
         )
-    quantizers = [config.gradients, *(override.gradients for override in overrides)]
-    if any(quantizer is not None and quantizer.learns for quantizer in quantizers):
-        return (
-            "QuantizedDDPState does not learn levels: set Quantizer(levels=...) to a table or "
-            'None, got "learned"'
-        )
+    if any(schedule_of(way) is not None for way in config.ways("gradients")):
+        return "QuantizedDDPState does not learn levels: give it a Quantizer, not Learned", config
     if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool) or warmup_steps < 0:
         return (
             "QuantizedDDPState(warmup_steps=...) must be an integer of at least 0, "
-            f"got {warmup_steps!r}"
+            f"got {warmup_steps!r}",
+            config,
         )
-    try:
-        config.require_matches(names)
-    except ValueError as error:
-        return str(error)
-    return None
+    return None, config

@@ -105,9 +105,7 @@ class Pending(dist.Work):
         return self._transfers is None
 
 
-def run(
-    stages: Stages, async_op: bool, meter: CommMeter, device: torch.device
-) -> dist.Work | None:
+def run(stages: Stages, async_op: bool, meter: CommMeter, device: torch.device) -> dist.Work | None:
     """Carry out a collective now, or start it and return what finishes it."""
     pending = Pending(stages, meter, device)
     if async_op:

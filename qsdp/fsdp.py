@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import warnings
 from typing import Any
 
 import torch
@@ -18,17 +18,18 @@ from qsdp.comms import (
     QuantizedReduceScatter,
 )
 from qsdp.config import QSDPConfig
-from qsdp.differences import DifferenceAllGather
-from qsdp.kernels.philox import derive_key
-from qsdp.learning import LevelLearner
-from qsdp.stats import CommStats
-from qsdp.two_level import NodeGroups, check_node_size, make_node_groups
-from qsdp.units import DefaultAllGather, DefaultReduceScatter, Unit, find_units
+from qsdp.exchange import check_node_size
+from qsdp.param_group import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ParamGroup,
+    find_param_groups,
+)
+from qsdp.stats import CommMeter, CommStats
+from qsdp.unit import Unit
 
-_WEIGHTS, _GRADIENTS, _ALL_REDUCE = 0, 1, 2  # for keys
 
-
-def apply_qsdp(model: nn.Module, config: QSDPConfig) -> nn.Module:
+def apply_qsdp(model: nn.Module, config: QSDPConfig | str) -> nn.Module:
     """Quantize the communication of every FSDP2 module in ``model``.
 
     Call it after the last ``fully_shard`` and on every rank: the ranks of each FSDP group compare
@@ -38,83 +39,50 @@ def apply_qsdp(model: nn.Module, config: QSDPConfig) -> nn.Module:
 
     Args:
         model: contains modules wrapped by ``fully_shard``; modified in place.
-        config: equal on all ranks.
+        config: equal on all ranks; the name of a preset will do (``"w8g8"``).
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: ``config`` is no QSDPConfig, or ``model`` is FSDP1.
+        TypeError: ``config`` is neither, or ``model`` is FSDP1.
         ValueError: ``model`` is not wrapped, has a module with several parameter groups or another
             custom collective, a pattern matches no parameter, or ranks disagree; on every rank.
     """
-    if not isinstance(config, QSDPConfig):
-        raise TypeError(
-            f'apply_qsdp takes a qsdp.QSDPConfig, e.g. QSDPConfig.preset("w8g8"), got {config!r}'
-        )
+    config = QSDPConfig.of(config, "apply_qsdp")
+    handles = find_param_groups(model)
+    _check_comms(handles)
     error: str | None = None
-    units = find_units(model)
-    _check_comms(units)
     try:
-        quantized = _quantized_names(units, config)
-        _check_topology(units, config)
+        config.require_matches([name for h in handles for names in h.aliases for name in names])
+        _check_topology(handles, config)
     except ValueError as raised:
-        error, quantized = str(raised), set()
-    facts = _facts(config, units, quantized)
-    groups = {group: unit.device for unit in units for group in unit.all_groups}
+        error = str(raised)
+    facts = _facts(config, handles)
+    groups = {group: handle.device for handle in handles for group in handle.all_groups}
     for group, device in groups.items():
         require_agreement(facts, error, group, device)
     remove_qsdp(model)
+    units = [Unit(handle, config) for handle in handles]
     for unit in units:
-        _plan(unit, config)
-        _install(unit, config)
+        _install(unit)
+    _warn_of_nothing(units, config)
     return model
 
 
-def _plan(unit: Unit, config: QSDPConfig) -> None:
-    """Write down how each parameter of the unit travels."""
-    named = [(a, p.sharded_param) for a, p in zip(unit.aliases, unit.params, strict=True)]
-    unit.quantizers = {
-        direction: tuple(config.quantizer(direction, names, param) for names, param in named)
-        for direction in ("weights", "gradients", "intra_node", "all_reduce")
-    }
-    unit.checksum = config.verify
-    unit.learned.clear()
-    unit.layouts.clear()
-
-
-def _install(unit: Unit, config: QSDPConfig) -> None:
+def _install(unit: Unit) -> None:
     """Set the unit's comms; a direction that nothing is quantized in keeps FSDP2's own."""
-    nodes = None
-    if config.intra_node is not None:
-        nodes = _node_groups(unit.group, config.intra_node.ranks)
-    planned = unit.quantizers
-    learns = any(q is not None and q.learns for d in planned.values() for q in d)
-    learner = LevelLearner(unit, config.level_schedule) if learns else None
-    if config.weights is not None or any(planned["weights"]):
-        key = derive_key(config.seed, _WEIGHTS, unit.index)
-        unit.module.set_custom_all_gather(
-            DifferenceAllGather(unit, key, nodes, config.weight_memory)
-            if config.weight_mode == "difference"
-            else QuantizedAllGather(unit, key, nodes, learner)
-        )
+    handle, config = unit.handle, unit.config
+    handle.attach(unit)
+    if config.weights is not None or unit.quantizes("weights"):
+        handle.set_all_gather(QuantizedAllGather(unit))
     # A learner counts reduce-scatters, also where those travel raw.
-    if config.gradients is not None or any(planned["gradients"]) or learner is not None:
-        key = derive_key(config.seed, _GRADIENTS, unit.index, dist.get_rank())
-        unit.module.set_custom_reduce_scatter(
-            QuantizedReduceScatter(unit, key, nodes, learner, config.error_feedback)
-        )
-    if config.all_reduce is not None:
-        # Equal on all replicas of a shard: they must agree on the bits of the final gather.
-        key = derive_key(config.seed, _ALL_REDUCE, unit.index, dist.get_rank(unit.group))
-        unit.module.set_all_reduce_hook(QuantizedAllReduce(unit, key))
-        unit.hide_replicas()
-
-
-@lru_cache(maxsize=64)
-def _node_groups(group: dist.ProcessGroup, ranks: int) -> NodeGroups:
-    """Made once for a group: applying a configuration again makes no new groups."""
-    return make_node_groups(group, ranks)
+    if config.gradients is not None or unit.quantizes("gradients") or unit.learns:
+        handle.set_reduce_scatter(QuantizedReduceScatter(unit))
+        handle.watch_reductions(True)
+    if config.replicas is not None:
+        handle.set_all_reduce_hook(QuantizedAllReduce(unit))
+        handle.watch_reductions(True)
 
 
 def remove_qsdp(model: nn.Module) -> nn.Module:
@@ -123,15 +91,16 @@ def remove_qsdp(model: nn.Module) -> nn.Module:
     Modules that are still unsharded (the root, after a forward without backward) are resharded, so
     that the next forward gathers anew. Returns ``model``.
     """
-    for unit in find_units(model):
-        unit.module.reshard()
-        if isinstance(comm := unit.fsdp_group._all_gather_comm, ObservedAllGather):
-            unit.module.set_custom_all_gather(comm.stock)
-        if isinstance(scatter := unit.fsdp_group._reduce_scatter_comm, ObservedReduceScatter):
-            unit.module.set_custom_reduce_scatter(scatter.stock)
-        if isinstance(unit.fsdp_group._all_reduce_hook, QuantizedAllReduce):
-            unit.fsdp_group._all_reduce_hook = None
-            unit.show_replicas()
+    for handle in find_param_groups(model):
+        handle.reshard()
+        if isinstance(comm := handle.all_gather_comm, ObservedAllGather):
+            handle.set_all_gather(comm.stock)
+        if isinstance(scatter := handle.reduce_scatter_comm, ObservedReduceScatter):
+            handle.set_reduce_scatter(scatter.stock)
+        if isinstance(handle.all_reduce_hook, QuantizedAllReduce):
+            handle.set_all_reduce_hook(None)
+        handle.watch_reductions(False)
+        handle.attach(None)
     return model
 
 
@@ -141,28 +110,24 @@ def observe_comms(model: nn.Module) -> nn.Module:
     Applies to every direction that :func:`apply_qsdp` left alone, so that :func:`comm_stats` is
     complete; :func:`remove_qsdp` takes it off. Returns ``model``.
     """
-    units = find_units(model)
-    _check_comms(units)
-    for unit in units:
-        if not isinstance(unit.fsdp_group._all_gather_comm, ObservedAllGather):
-            unit.module.set_custom_all_gather(ObservedAllGather(unit))
-        if not isinstance(unit.fsdp_group._reduce_scatter_comm, ObservedReduceScatter):
-            unit.module.set_custom_reduce_scatter(ObservedReduceScatter(unit))
+    handles = find_param_groups(model)
+    _check_comms(handles)
+    for handle in handles:
+        if not isinstance(handle.all_gather_comm, ObservedAllGather):
+            handle.set_all_gather(ObservedAllGather(handle))
+        if not isinstance(handle.reduce_scatter_comm, ObservedReduceScatter):
+            handle.set_reduce_scatter(ObservedReduceScatter(handle))
     return model
 
 
 def is_quantized(model: nn.Module) -> bool:
     """Whether :func:`apply_qsdp` has replaced a collective of ``model``."""
-    return any(
-        isinstance(unit.fsdp_group._all_gather_comm, QuantizedAllGather)
-        or isinstance(unit.fsdp_group._reduce_scatter_comm, QuantizedReduceScatter)
-        or isinstance(unit.fsdp_group._all_reduce_hook, QuantizedAllReduce)
-        for unit in find_units(model)
-    )
+    kinds = QuantizedAllGather | QuantizedReduceScatter | QuantizedAllReduce
+    return any(isinstance(comm, kinds) for h in find_param_groups(model) for comm in _comms(h))
 
 
 def comm_stats(model: nn.Module, reset: bool = False) -> CommStats:
-    """What this rank sent and received since the model was set up or the last reset.
+    """What this rank sent since the model was set up or the last reset.
 
     Covers the collectives that qsdp installed; see :func:`observe_comms` for the others.
 
@@ -172,113 +137,110 @@ def comm_stats(model: nn.Module, reset: bool = False) -> CommStats:
     Raises:
         ValueError: nothing of qsdp is installed on ``model``, or only on a part of it.
     """
-    found = []
-    units = find_units(model)
-    _check_complete(units)
-    for unit in units:
-        gather, scatter = unit.fsdp_group._all_gather_comm, unit.fsdp_group._reduce_scatter_comm
-        hook = unit.fsdp_group._all_reduce_hook
-        if isinstance(gather, ObservedAllGather):
-            found.append(_read(gather, "all_gather", reset))
-        if isinstance(scatter, ObservedReduceScatter):
-            found.append(_read(scatter, "reduce_scatter", reset))
-        if isinstance(hook, QuantizedAllReduce):
-            found.append(_read(hook, "all_reduce", reset))
-    if not found:
+    handles = find_param_groups(model)
+    _check_complete(handles)
+    names = ("all_gather", "reduce_scatter", "all_reduce")
+    meters = [
+        (name, comm.meter)
+        for handle in handles
+        for name, comm in zip(names, _comms(handle), strict=True)
+        if isinstance(getattr(comm, "meter", None), CommMeter)
+    ]
+    if not meters:
         raise ValueError(
             "comm_stats found no collective of qsdp on this model: call apply_qsdp (with weights "
             "or gradients quantized) or observe_comms on it first"
         )
-    return sum(found, CommStats())
+    total = sum((meter.read(name) for name, meter in meters), CommStats())
+    if reset:
+        for _, meter in meters:
+            meter.reset()
+    return total
 
 
-def _check_complete(units: list[Unit]) -> None:
+def units_of(model: nn.Module) -> list[Unit]:
+    """The units that :func:`apply_qsdp` made, in module order; none where it was not called."""
+    found = [handle.attachment for handle in find_param_groups(model)]
+    return [unit for unit in found if isinstance(unit, Unit)]
+
+
+def _comms(handle: ParamGroup) -> tuple[Any, Any, Any]:
+    return handle.all_gather_comm, handle.reduce_scatter_comm, handle.all_reduce_hook
+
+
+def _check_complete(handles: list[ParamGroup]) -> None:
     """Raises ValueError where ``fully_shard`` came after :func:`apply_qsdp`."""
-    for direction in ("_all_gather_comm", "_reduce_scatter_comm"):
-        comms = [getattr(unit.fsdp_group, direction) for unit in units]
-        if not any(isinstance(c, QuantizedAllGather | QuantizedReduceScatter) for c in comms):
-            continue
-        for unit, comm in zip(units, comms, strict=True):
-            if not isinstance(comm, ObservedAllGather | ObservedReduceScatter):
-                raise ValueError(
-                    f"module {unit.path} communicates in full precision, because fully_shard "
-                    "wrapped it after apply_qsdp: move apply_qsdp below the last fully_shard"
-                )
+    if not any(isinstance(handle.attachment, Unit) for handle in handles):
+        return
+    for handle in handles:
+        if not isinstance(handle.attachment, Unit):
+            raise ValueError(
+                f"module {handle.path} communicates in full precision, because fully_shard "
+                "wrapped it after apply_qsdp: move apply_qsdp below the last fully_shard"
+            )
 
 
-def _check_comms(units: list[Unit]) -> None:
-    for unit in units:
-        for comm in (unit.fsdp_group._all_gather_comm, unit.fsdp_group._reduce_scatter_comm):
+def _check_comms(handles: list[ParamGroup]) -> None:
+    for handle in handles:
+        for comm in (handle.all_gather_comm, handle.reduce_scatter_comm):
             ours = isinstance(comm, ObservedAllGather | ObservedReduceScatter)
             if not ours and type(comm) not in (DefaultAllGather, DefaultReduceScatter):
                 raise ValueError(
-                    f"module {unit.path} already has the custom collective {type(comm).__name__}: "
-                    "do not combine qsdp with set_custom_all_gather, set_custom_reduce_scatter, "
-                    "set_symm_mem_for_comm or set_allocate_memory_from_process_group_for_comm"
+                    f"module {handle.path} already has the custom collective "
+                    f"{type(comm).__name__}: do not combine qsdp with set_custom_all_gather, "
+                    "set_custom_reduce_scatter, set_symm_mem_for_comm or "
+                    "set_allocate_memory_from_process_group_for_comm"
                 )
 
 
-def _check_topology(units: list[Unit], config: QSDPConfig) -> None:
+def _check_topology(handles: list[ParamGroup], config: QSDPConfig) -> None:
     """Raises ValueError where ``config`` asks for nodes or replicas that the model has not."""
-    for unit in units:
-        if config.intra_node is not None:
-            check_node_size(dist.get_world_size(unit.group), config.intra_node.ranks)
-        if config.all_reduce is not None and unit.replicate_group is None:
+    for handle in handles:
+        if config.ranks_per_node is not None:
+            check_node_size(dist.get_world_size(handle.group), config.ranks_per_node)
+        if config.replicas is not None and handle.replicate_group is None:
             raise ValueError(
-                f"QSDPConfig(all_reduce=...) is for HSDP and module {unit.path} has no replicas: "
-                "pass fully_shard a two-dimensional mesh, or set all_reduce=None"
+                f"QSDPConfig(replicas=...) is for HSDP and module {handle.path} has no replicas: "
+                "pass fully_shard a two-dimensional mesh, or set replicas=None"
             )
-        hook = unit.fsdp_group._all_reduce_hook
-        if config.all_reduce is not None and hook and not isinstance(hook, QuantizedAllReduce):
+        hook = handle.all_reduce_hook
+        if config.replicas is not None and hook and not isinstance(hook, QuantizedAllReduce):
             raise ValueError(
-                f"module {unit.path} already has an all-reduce hook: do not combine "
-                "QSDPConfig(all_reduce=...) with set_all_reduce_hook"
+                f"module {handle.path} already has an all-reduce hook: do not combine "
+                "QSDPConfig(replicas=...) with set_all_reduce_hook"
             )
 
 
-def _quantized_names(units: list[Unit], config: QSDPConfig) -> set[str]:
-    """Names of the parameters to quantize, by shape and by ``config``'s patterns.
+def _warn_of_nothing(units: list[Unit], config: QSDPConfig) -> None:
+    """What was asked for and cannot act is said once, when it is asked for."""
+    for direction in ("weights", "gradients"):
+        asked = any(way is not None for way in config.ways(direction))
+        if asked and not any(unit.quantizes(direction) for unit in units):
+            warnings.warn(
+                f"qsdp: QSDPConfig({direction}=...) quantizes nothing in this model: no parameter "
+                f"has two dimensions and {config.min_numel} elements outside exceptions; lower "
+                "min_numel, or set it to None",
+                stacklevel=3,
+            )
+    if all(unit.handle.group.size() == 1 for unit in units):
+        warnings.warn(
+            "qsdp: every FSDP group of this model has one rank, so nothing is sent and nothing "
+            "quantized",
+            stacklevel=3,
+        )
 
-    Raises:
-        ValueError: a pattern that matches no parameter.
-    """
-    config.require_matches([name for unit in units for names in unit.aliases for name in names])
-    return {
-        aliases[0]
-        for unit in units
-        for aliases, fsdp_param in zip(unit.aliases, unit.params, strict=True)
-        if config.quantizes(aliases, fsdp_param.sharded_param)
-    }
 
-
-def _facts(config: QSDPConfig, units: list[Unit], quantized: set[str]) -> dict[str, Any]:
+def _facts(config: QSDPConfig, handles: list[ParamGroup]) -> dict[str, Any]:
     """What must be equal on all ranks, as JSON values."""
-    parameters = {
-        name: f"{tuple(param.sharded_param.shape)} "
-        f"{'quantized' if name in quantized else 'in full precision'}"
-        for unit in units
-        for name, param in zip(unit.names, unit.params, strict=True)
-    }
+    facts = config.to_json()
     return {
         "torch": torch.__version__,
-        "QSDPConfig": config.to_json(),
-        "parameters": parameters,
-        "number of FSDP modules": len(units),
+        "QSDPConfig": facts,
+        "order of QSDPConfig.exceptions": list(facts["exceptions"]),
+        "parameters": {
+            name: str(tuple(shape))
+            for handle in handles
+            for name, shape in zip(handle.names, handle.shapes, strict=True)
+        },
+        "number of FSDP modules": len(handles),
     }
-
-
-def _read(
-    comm: ObservedAllGather | ObservedReduceScatter | QuantizedAllReduce, name: str, reset: bool
-) -> CommStats:
-    meter = comm.meter
-    stats = CommStats(
-        **{f"{name}_sent": meter.sent, f"{name}_received": meter.received},
-        **{f"stock_{name}": meter.stock},
-        inter_node_sent=meter.inter_node,
-        encode_s=meter.seconds("encode"),
-        decode_s=meter.seconds("decode"),
-        network_s=meter.seconds("network"),
-    )
-    if reset:
-        meter.reset()
-    return stats

@@ -1,13 +1,14 @@
 """Learned levels: tables that replace the uniform grid between a block's extremes (QSDP section 5).
 
 Both learners see values normalised by their block, as the quantizer sees them, and give the same
-table on all ranks of a group. Nothing here knows of FSDP.
+table on all ranks of a group. :class:`LevelLearner` keeps the tables and their clock. Nothing here
+knows of FSDP.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,68 @@ class LevelSchedule:
     def due(self, step: int, last: int | None) -> bool:
         """Whether to learn at ``step``, after tables of step ``last`` (None: none yet)."""
         return step >= self.first_step if last is None else step >= last + self.every
+
+
+class Learnable(NamedTuple):
+    """A parameter whose levels are learned, in one direction.
+
+    Attributes:
+        direction: ``weights`` or ``gradients``.
+        name: of the parameter.
+        quantizer: of its values.
+        schedule: when to learn.
+    """
+
+    direction: str
+    name: str
+    quantizer: Quantizer
+    schedule: LevelSchedule
+
+
+@dataclass
+class LevelLearner:
+    """The tables of what communicates together, learned when the schedule says so.
+
+    Attributes:
+        reductions: reduce-scatters so far: the clock.
+        tables: levels by direction and name.
+        learned_at: the clock at the last table, by direction and name.
+    """
+
+    reductions: int = 0
+    tables: dict[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)
+    learned_at: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def learn_if_due(
+        self,
+        candidates: list[tuple[Learnable, torch.Tensor]],
+        group: dist.ProcessGroup,
+    ) -> bool:
+        """Learn from what is about to be encoded; a collective call if something is due.
+
+        Args:
+            candidates: parameters and this rank's values of each, (num_rows, numel).
+            group: the ranks that share the tables; all come to the same answer.
+
+        Returns:
+            Whether there are new tables.
+        """
+        due = [
+            (item, rows)
+            for item, rows in candidates
+            if item.schedule.due(self.reductions, self.learned_at.get(item[:2]))
+        ]
+        for method in get_args(Method):
+            chosen = [(item, rows) for item, rows in due if item.schedule.method == method]
+            if not chosen:
+                continue
+            items = [item for item, _ in chosen]
+            rows = [values for _, values in chosen]
+            found = learn_levels(rows, [item.quantizer for item in items], method, group)
+            for item, table in zip(items, found, strict=True):
+                self.tables[item[:2]] = table
+                self.learned_at[item[:2]] = self.reductions
+        return bool(due)
 
 
 def learn_levels(
@@ -176,7 +239,9 @@ def _learn_kmeans(
 
     What every rank computed for itself could differ in the last bit between machines.
     """
-    histograms = torch.stack([_histogram(part, q) for part, q in zip(rows, quantizers, strict=True)])
+    histograms = torch.stack(
+        [_histogram(part, q) for part, q in zip(rows, quantizers, strict=True)]
+    )
     dist.all_reduce(histograms, group=group)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     sizes = [1 << quantizer.bits for quantizer in quantizers]

@@ -1,130 +1,208 @@
-"""What quantized communication remembers between steps, to be saved with a checkpoint."""
+"""What quantized communication remembers between steps, as copies in one mapping of tensors.
+
+Names of what belongs to one rank end with ``.rankR``, so that torch.distributed.checkpoint, which
+takes one tensor a name, keeps all of them. Sizes follow from the model, its configuration and the
+number of ranks: a state of a fresh model has the same names and sizes, and can be loaded into.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from qsdp.comms import QuantizedAllGather, QuantizedReduceScatter
-from qsdp.differences import DifferenceAllGather
-from qsdp.learning import LevelLearner
-from qsdp.units import Unit, find_units
+from qsdp.agreement import require_agreement
+from qsdp.collectives import piece_layout, share_rows
+from qsdp.fsdp import units_of
+from qsdp.levels import Learnable, LevelLearner, uniform_levels
+from qsdp.param_group import find_param_groups
+from qsdp.unit import Unit
 
-_FORMAT = 1
+FORMAT = 3
+_NEVER = -1  # as the step of tables that were not learned yet
 
 
-def comm_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The learned levels and their schedule: JSON values, equal on all ranks.
+def comm_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a resumed run needs of communication, for it to equal an uninterrupted one bit for bit.
 
-    Empty where levels are not learned: other configurations remember nothing that a resumed run
-    would need, but see :func:`comm_tensors`.
+    Learned levels with their clock (equal on all ranks), and this rank's own rows of weights that
+    travel as differences, and residuals of error feedback. Copies; save it on every rank, with
+    torch.distributed.checkpoint, ``torch.save`` or safetensors. Empty where qsdp remembers nothing,
+    as with values of fixed formats.
     """
-    units = {}
-    for unit, learner in _learners(find_units(model)):
-        tables: dict[str, dict[str, list[float]]] = {}
-        for (direction, name), table in learner.unit.learned.items():
-            tables.setdefault(direction, {})[name] = list(table)
-        units[unit.path] = {
-            "reductions": learner.reductions,
-            "learned_at": dict(learner.learned_at),
-            "levels": tables,
-        }
-    return {"format": _FORMAT, "units": units} if units else {}
+    units = [unit for unit in units_of(model) if _remembers(unit)]
+    if not units:
+        return {}
+    state = {"format": torch.tensor([FORMAT, dist.get_world_size()])}
+    for unit in units:
+        state |= _shared_state(unit) | _own_state(unit)
+    return state
 
 
-def load_comm_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
-    """Continue with the levels of :func:`comm_state_dict`, on any number of ranks.
+def load_comm_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Continue with what :func:`comm_state_dict` gave; a collective call, on every rank.
 
-    Call it on every rank after :func:`qsdp.apply_qsdp`. An empty state changes nothing: levels are
-    learned as in a new run.
+    Call it after :func:`qsdp.apply_qsdp`. An empty state changes nothing. A state of another number
+    of ranks gives its levels and their clock; weights that travel as differences start with one
+    gather in full precision then, and error feedback with nothing, with a warning.
 
     Raises:
-        ValueError: a state of another model, configuration or version.
+        ValueError: a state of another model, configuration or version, or states that differ
+            between ranks in more than their values; on every rank.
     """
+    units = [unit for unit in units_of(model) if _remembers(unit)]
+    error, expected = None, comm_state_dict(model)
+    try:
+        same_ranks = _check(state, expected)
+    except ValueError as raised:
+        error, same_ranks = str(raised), False
+    facts = {"communication state": {"names": sorted(map(_without_rank, state))}}
+    for handle in find_param_groups(model):
+        for group in handle.all_groups:
+            require_agreement(facts, error, group, handle.device)
     if not state:
         return
-    if state.get("format") != _FORMAT:
-        raise ValueError(
-            f"load_comm_state_dict reads format {_FORMAT}, got {state.get('format')!r}"
-        )
-    learners = {unit.path: learner for unit, learner in _learners(find_units(model))}
-    if learners.keys() != state["units"].keys():
-        theirs, ours = sorted(state["units"]), sorted(learners)
-        raise ValueError(
-            f"load_comm_state_dict: the state is of the modules {theirs[:3]}..., this model learns "
-            f"levels in {ours[:3]}...: apply the configuration that it was saved with first"
-        )
-    for path, learner in learners.items():
-        saved = state["units"][path]
-        for direction, tables in saved["levels"].items():
-            known = dict(zip(learner.unit.names, learner.unit.quantizers[direction], strict=True))
-            for name, table in tables.items():
-                quantizer = known.get(name)
-                if quantizer is None or not quantizer.learns or len(table) != 1 << quantizer.bits:
-                    raise ValueError(
-                        f"load_comm_state_dict: {len(table)} levels for the {direction} of {name}, "
-                        f"which this model quantizes by {quantizer}"
-                    )
-            learner.unit.learn(direction, {name: tuple(t) for name, t in tables.items()})
-        learner.reductions, learner.learned_at = saved["reductions"], dict(saved["learned_at"])
-
-
-def comm_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What differs between ranks: this rank's own tensors, by name; each rank saves its own.
-
-    ``known.PATH`` is this rank's row of the weights that all ranks decoded last, and ``sent.PATH``
-    the row that it stands for (``weight_mode="difference"``), ``lost.PATH`` what error feedback
-    will add. A resumed run equals an uninterrupted one bit for bit if they are given to
-    :func:`load_comm_tensors`; without them it starts with a raw gather, and with no error to feed
-    back.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for unit in find_units(model):
-        gather, scatter = unit.fsdp_group._all_gather_comm, unit.fsdp_group._reduce_scatter_comm
-        if isinstance(gather, DifferenceAllGather):
-            found |= {f"{name}.{unit.path}": row for name, row in gather.own_rows().items()}
-        if isinstance(scatter, QuantizedReduceScatter) and scatter.lost is not None:
-            found[f"lost.{unit.path}"] = scatter.lost
-    return found
-
-
-def load_comm_tensors(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Continue with :func:`comm_tensors` of the same rank of the same number of ranks.
-
-    Raises:
-        ValueError: a tensor that this model has no use for.
-    """
-    units = {unit.path: unit for unit in find_units(model)}
-    for name, value in tensors.items():
-        kind, _, path = name.partition(".")
-        group = units[path].fsdp_group if path in units else None
-        gather, scatter = (
-            getattr(group, "_all_gather_comm", None),
-            getattr(group, "_reduce_scatter_comm", None),
-        )
-        if kind == "known" and isinstance(gather, DifferenceAllGather):
-            gather.start_from(value, tensors.get(f"sent.{path}"))
-        elif kind == "sent" and isinstance(gather, DifferenceAllGather):
-            pass  # goes with the known row
-        elif kind == "lost" and isinstance(scatter, QuantizedReduceScatter):
-            scatter.lost = value.clone()
-        else:
-            raise ValueError(
-                f"load_comm_tensors: this model has no place for {name!r}: apply the configuration "
-                "that it was saved with first"
-            )
-
-
-def _learners(units: list[Unit]) -> list[tuple[Unit, LevelLearner]]:
-    found = []
     for unit in units:
-        comms = (unit.fsdp_group._all_gather_comm, unit.fsdp_group._reduce_scatter_comm)
-        learners = [
-            comm.learner
-            for comm in comms
-            if isinstance(comm, QuantizedAllGather | QuantizedReduceScatter) and comm.learner
-        ]
-        found += [(unit, learner) for learner in learners[:1]]
-    return found
+        _load_shared(unit, state)
+        if same_ranks:
+            _load_own(unit, state)
+    if not same_ranks and any(unit.kept_weights() or _feeds_back(unit) for unit in units):
+        warnings.warn(
+            f"qsdp: this state of communication was saved by {int(state['format'][1])} ranks and "
+            f"here are {dist.get_world_size()}: differences and error feedback start afresh",
+            stacklevel=2,
+        )
+
+
+def _remembers(unit: Unit) -> bool:
+    return unit.learns or unit.kept_weights() is not None or _feeds_back(unit)
+
+
+def _feeds_back(unit: Unit) -> bool:
+    return bool(_residual_shapes(unit))
+
+
+def _learnables(unit: Unit) -> list[Learnable]:
+    directions = ("weights", "gradients")
+    found = [unit.learnable(d, i) for d in directions for i in unit.everything]  # type: ignore[arg-type]
+    return [learnable for learnable in found if learnable is not None]
+
+
+def _shared_state(unit: Unit) -> dict[str, torch.Tensor]:
+    """Equal on all ranks."""
+    kept, learner, path = unit.kept_weights(), unit.learner, unit.handle.path
+    started = kept is not None and kept.started
+    state = {f"progress.{path}": torch.tensor([learner.reductions, int(started)])}
+    for item in _learnables(unit):
+        table = learner.tables.get(item[:2])
+        levels = uniform_levels(item.quantizer.bits) if table is None else table
+        state[f"levels.{item.direction}.{item.name}"] = torch.as_tensor(levels, dtype=torch.float64)
+        state[f"learned_at.{item.direction}.{item.name}"] = torch.tensor(
+            learner.learned_at.get(item[:2], _NEVER)
+        )
+    return state
+
+
+def _load_shared(unit: Unit, state: Mapping[str, torch.Tensor]) -> None:
+    learner = LevelLearner(int(state[f"progress.{unit.handle.path}"][0]))
+    for item in _learnables(unit):
+        name = f"{item.direction}.{item.name}"
+        learned_at = int(state[f"learned_at.{name}"])
+        if learned_at != _NEVER:
+            learner.learned_at[item[:2]] = learned_at
+            learner.tables[item[:2]] = tuple(state[f"levels.{name}"].tolist())
+    unit.use_tables(learner)
+
+
+def _own_state(unit: Unit) -> dict[str, torch.Tensor]:
+    """This rank's own."""
+    own, kept = {}, unit.kept_weights()
+    if kept is not None:
+        own[f"kept.{unit.handle.path}"] = kept.wire[kept.own].clone()
+        own[f"sent.{unit.handle.path}"] = kept.sent.clone()
+    known = {
+        f"{kind}.{name}": residual
+        for kind, residuals in _residuals(unit).items()
+        for name, residual in residuals.state().items()
+    }
+    for name, shape in _residual_shapes(unit).items():
+        own[name] = known[name] if name in known else torch.zeros(shape, device=unit.handle.device)
+    return {f"{name}.rank{dist.get_rank()}": value for name, value in own.items()}
+
+
+def _load_own(unit: Unit, state: Mapping[str, torch.Tensor]) -> None:
+    kept, path, suffix = unit.kept_weights(), unit.handle.path, f".rank{dist.get_rank()}"
+    if kept is not None and int(state[f"progress.{path}"][1]):
+        kept.restart(state[f"kept.{path}{suffix}"], state[f"sent.{path}{suffix}"])
+        share_rows(kept.wire, unit.handle.group)
+    for kind, residuals in _residuals(unit).items():
+        names = [name for name in _residual_shapes(unit) if name.startswith(f"{kind}.")]
+        device = unit.handle.device
+        residuals.load(
+            {name.removeprefix(f"{kind}."): state[name + suffix].to(device) for name in names}
+        )
+
+
+def _residuals(unit: Unit) -> dict[str, Any]:
+    sent, forwarded = unit.replica_residuals
+    return {"residual": unit.residuals, "replica_sent": sent, "replica_forwarded": forwarded}
+
+
+def _residual_shapes(unit: Unit) -> dict[str, tuple[int, int]]:
+    """Of every residual that error feedback may have, by its name in a state."""
+    handle, sizes = unit.handle, unit.handle.shard_numels
+    shapes: dict[str, tuple[int, int]] = {}
+    for index, name in enumerate(handle.names):
+        if unit.feeds_back("gradients", index):
+            shapes[f"residual.{name}"] = (handle.group.size(), sizes[index])
+        if unit.feeds_back("replicas", index):
+            assert handle.replicate_group is not None
+            replicas = handle.replicate_group.size()
+            piece = piece_layout(unit.raw_layout(sizes[index], torch.float32), replicas).numel
+            shapes[f"replica_sent.{name}"] = (replicas, piece)
+            shapes[f"replica_forwarded.{name}"] = (1, piece)
+    return shapes
+
+
+def _check(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the state is of as many ranks; ValueError if it is of something else."""
+    hint = "apply the configuration that it was saved with first"
+    if not state:
+        return False
+    if "format" not in state or int(state["format"][0]) != FORMAT:
+        version = int(state["format"][0]) if "format" in state else "none"
+        raise ValueError(f"load_comm_state_dict reads format {FORMAT}, got {version}")
+    if not expected:
+        raise ValueError(
+            f"load_comm_state_dict: this model's communication remembers nothing, the state holds "
+            f"{sorted(state)[:3]}...: {hint}"
+        )
+    same_ranks = int(state["format"][1]) == dist.get_world_size()
+    wanted = {name: value for name, value in expected.items() if same_ranks or not _rank_of(name)}
+    for name, value in wanted.items():
+        if name not in state:
+            raise ValueError(f"load_comm_state_dict: the state lacks {name!r}: {hint}")
+        found = state[name]
+        if found.shape != value.shape or found.dtype != value.dtype:
+            raise ValueError(
+                f"load_comm_state_dict: {name!r} has shape {tuple(found.shape)} of {found.dtype} "
+                f"in the state and {tuple(value.shape)} of {value.dtype} in this model: {hint}"
+            )
+    mine = {_without_rank(name) for name in expected}
+    for name in state:
+        if _without_rank(name) not in mine:
+            raise ValueError(f"load_comm_state_dict: this model has no place for {name!r}: {hint}")
+    return same_ranks
+
+
+def _rank_of(name: str) -> str:
+    stem, _, last = name.rpartition(".rank")
+    return last if stem and last.isdigit() else ""
+
+
+def _without_rank(name: str) -> str:
+    return name.rpartition(".rank")[0] if _rank_of(name) else name

@@ -18,7 +18,8 @@ Phase = Literal["encode", "network", "decode"]
 class CommStats:
     """What this rank's collectives moved and took, summed over a model's FSDP modules.
 
-    Bytes count what crosses to or from other ranks, not what a rank keeps for itself. ``stock_*``
+    Bytes count what goes to other ranks (as much comes from them), not what a rank keeps for
+    itself. ``stock_*``
     is what FSDP2's own collective would have sent for the same calls. ``all_reduce`` is that of
     gradients between HSDP's replicas, where it is quantized. ``inter_node_sent`` is the part of
     what was sent that left the node. Times are wall time on CPU and stream time on CUDA;
@@ -26,11 +27,8 @@ class CommStats:
     """
 
     all_gather_sent: int = 0
-    all_gather_received: int = 0
     reduce_scatter_sent: int = 0
-    reduce_scatter_received: int = 0
     all_reduce_sent: int = 0
-    all_reduce_received: int = 0
     stock_all_gather: int = 0
     stock_reduce_scatter: int = 0
     stock_all_reduce: int = 0
@@ -43,11 +41,6 @@ class CommStats:
     def sent(self) -> int:
         """Bytes sent by all collectives."""
         return self.all_gather_sent + self.reduce_scatter_sent + self.all_reduce_sent
-
-    @property
-    def received(self) -> int:
-        """Bytes received by all collectives."""
-        return self.all_gather_received + self.reduce_scatter_received + self.all_reduce_received
 
     @property
     def stock_sent(self) -> int:
@@ -77,23 +70,32 @@ class CommMeter:
         self.reset()
 
     def reset(self) -> None:
-        self.sent = self.received = self.stock = self.inter_node = 0
+        """Start counting from zero."""
+        self.sent = self.stock = self.inter_node = 0
         self._seconds: dict[Phase, float] = {"encode": 0.0, "network": 0.0, "decode": 0.0}
         # CUDA phases whose events have not been read yet, oldest first.
         self._pending: deque[tuple[Phase, torch.cuda.Event, torch.cuda.Event]] = deque()
 
-    def count(self, *, moved: int, stock: int, inter_node: int) -> None:
-        """Add one collective: bytes to others (as many came from them), of these to other nodes,
-        and what stock would have sent."""
-        self.sent += moved
-        self.received += moved
-        self.stock += stock
-        self.inter_node += inter_node
-
     def count_rows(self, row_bytes: int, num_ranks: int, *, stock: int) -> None:
-        """Add one flat exchange: a row to every other rank of the group."""
+        """Add one flat exchange: a row to every other rank, and what stock would have sent."""
         elsewhere = num_ranks - min(self.ranks_per_node, num_ranks)
-        self.count(moved=(num_ranks - 1) * row_bytes, stock=stock, inter_node=elsewhere * row_bytes)
+        self.count_hops(elsewhere * row_bytes, (num_ranks - 1 - elsewhere) * row_bytes, stock=stock)
+
+    def count_hops(self, between: int, inside: int, *, stock: int) -> None:
+        """Add one exchange: bytes to other nodes, bytes inside this one, and stock's."""
+        self.sent += between + inside
+        self.stock += stock
+        self.inter_node += between
+
+    def read(self, name: str) -> CommStats:
+        """The counts, as those of ``all_gather``, ``reduce_scatter`` or ``all_reduce``."""
+        return CommStats(
+            **{f"{name}_sent": self.sent, f"stock_{name}": self.stock},
+            inter_node_sent=self.inter_node,
+            encode_s=self.seconds("encode"),
+            decode_s=self.seconds("decode"),
+            network_s=self.seconds("network"),
+        )
 
     @contextmanager
     def phase(self, name: Phase, device: torch.device) -> Iterator[None]:

@@ -1,0 +1,197 @@
+"""What one FSDP parameter group sends in each direction, and what it remembers for that."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from qsdp.config import QSDPConfig
+from qsdp.exchange import NodeGroups, node_groups
+from qsdp.kernels.philox import derive_key
+from qsdp.levels import Learnable, LevelLearner
+from qsdp.memory import Keeping, KeptWeights, Residuals
+from qsdp.param_group import ParamGroup
+from qsdp.quantizer import Quantizer
+from qsdp.ways import Differences, Direction, Feedback, Way, quantizer_of, schedule_of
+from qsdp.wire import Segment, WireLayout, wire_layout
+
+_WEIGHTS, _GRADIENTS, _REPLICAS = 0, 1, 2  # for keys; DDP's is 3
+
+
+class Unit:
+    """The plan of one parameter group: ways, layouts, tables, memory. Made when qsdp is applied.
+
+    Attributes:
+        handle: of the parameter group.
+        ways: of each parameter, in the flat buffer's order.
+        nodes: for two-level collectives; None for flat ones.
+        learner: tables of levels and their clock.
+        residuals: of gradients, for error feedback.
+        replica_residuals: of the all-reduce between replicas: of what this rank contributes, and of
+            the sums that it forwards.
+        weights_key, gradients_key, replicas_key: of the random rounding.
+    """
+
+    def __init__(self, handle: ParamGroup, config: QSDPConfig) -> None:
+        self.handle, self.config = handle, config
+        named = zip(handle.aliases, handle.shapes, strict=True)
+        self.ways = [config.ways_of(names, shape) for names, shape in named]
+        self.nodes: NodeGroups | None = None
+        if config.ranks_per_node is not None:
+            self.nodes = node_groups(handle.group, config.ranks_per_node)
+        self.learner = LevelLearner()
+        self.residuals, self.replica_residuals = Residuals(), (Residuals(), Residuals())
+        self.weights_key = derive_key(config.seed, _WEIGHTS, handle.index)
+        self.gradients_key = derive_key(config.seed, _GRADIENTS, handle.index, dist.get_rank())
+        # Equal on all replicas of a shard: they must agree on the bits of the final gather.
+        own_shard = handle.group.rank()
+        self.replicas_key = derive_key(config.seed, _REPLICAS, handle.index, own_shard)
+        self._kept: KeptWeights | None = None
+        self._layouts: dict[tuple[Direction, tuple[int, ...], torch.dtype], WireLayout] = {}
+
+    @property
+    def everything(self) -> tuple[int, ...]:
+        """Indices of all parameters."""
+        return tuple(range(len(self.ways)))
+
+    def quantizes(self, direction: Direction) -> bool:
+        """Whether a parameter is quantized in this direction."""
+        return any(ways[direction] is not None for ways in self.ways)
+
+    @property
+    def learns(self) -> bool:
+        """Whether levels are learned in a direction."""
+        return any(self.learnable(d, i) for d in ("weights", "gradients") for i in self.everything)
+
+    def way(self, direction: Direction, index: int) -> Way:
+        """How a parameter travels."""
+        return self.ways[index][direction]
+
+    def learnable(self, direction: Direction, index: int) -> Learnable | None:
+        """What the learner needs to know of a parameter; None where its levels are not learned."""
+        way = self.way(direction, index)
+        quantizer, schedule = quantizer_of(way), schedule_of(way)
+        if quantizer is None or schedule is None:
+            return None
+        return Learnable(direction, self.handle.names[index], quantizer, schedule)
+
+    def quantizer(self, direction: Direction, index: int) -> Quantizer | None:
+        """The format of a parameter now, its learned table included; None for full precision."""
+        quantizer = quantizer_of(self.way(direction, index))
+        table = self.learner.tables.get((direction, self.handle.names[index]))
+        return replace(quantizer, levels=table) if quantizer is not None and table else quantizer
+
+    def layout(
+        self, direction: Direction, indices: tuple[int, ...], dtype: torch.dtype
+    ) -> WireLayout:
+        """Layout of one rank's values of some parameters."""
+        key = (direction, indices, dtype)
+        if key not in self._layouts:
+            sizes = self.handle.shard_numels
+            segments = tuple(Segment(sizes[i], self.quantizer(direction, i)) for i in indices)
+            self._layouts[key] = wire_layout(segments, dtype, self.config.verify)
+        return self._layouts[key]
+
+    def gather_layout(self, numel: int, dtype: torch.dtype) -> WireLayout:
+        """Layout of one rank's all-gather input: every parameter's padded shard, in order."""
+        layout = self.layout("weights", self.everything, dtype)
+        assert layout.numel == numel, f"FSDP sends {numel} values, not {layout.numel}"
+        return layout
+
+    def raw_layout(self, numel: int, dtype: torch.dtype) -> WireLayout:
+        """Layout of as many values in full precision."""
+        return wire_layout((Segment(numel),), dtype, self.config.verify)
+
+    def reduced(self, numel: int) -> tuple[int, ...] | None:
+        """Indices of the parameters whose gradients are being reduced.
+
+        Args:
+            numel: of one rank's part of them.
+
+        None, with a warning, where FSDP2 reduces something else than it said.
+        """
+        indices, sizes = self.handle.reduced, self.handle.shard_numels
+        if sum(sizes[i] for i in indices) == numel:
+            return indices
+        warnings.warn(
+            f"qsdp: gradients of module {self.handle.path} travel in full precision: FSDP2 reduces "
+            f"{numel} values a rank, which are not those of the parameters with a gradient",
+            stacklevel=3,
+        )
+        return None
+
+    def learn(
+        self, direction: Direction, indices: Sequence[int], rows: torch.Tensor, dtype: torch.dtype
+    ) -> None:
+        """Learn new levels from ``rows`` (num_rows, numel) of these parameters, where it is due."""
+        spans = self.layout(direction, tuple(indices), dtype).spans
+        candidates = [
+            (learnable, rows[:, span.values])
+            for index, span in zip(indices, spans, strict=True)
+            if (learnable := self.learnable(direction, index)) is not None
+        ]
+        if candidates and self.learner.learn_if_due(candidates, self.handle.group):
+            self._layouts.clear()
+
+    def use_tables(self, learner: LevelLearner) -> None:
+        """Take over a learner from a saved state."""
+        self.learner = learner
+        self._layouts.clear()
+
+    def kept_weights(self, dtype: torch.dtype | None = None) -> KeptWeights | None:
+        """What is kept of the weights; None where nothing travels as differences.
+
+        Args:
+            dtype: that FSDP2 gathers; None for what it is going to gather.
+        """
+        dtype = self.handle.gather_dtype if dtype is None else dtype
+        if not any(isinstance(ways["weights"], Differences) for ways in self.ways):
+            return None
+        if self._kept is None or self._kept.layout.dtype != dtype:
+            sizes, group = self.handle.shard_numels, self.handle.group
+            keeping = [_keeping(self.way("weights", i), sizes[i]) for i in self.everything]
+            own, device = group.rank(), self.handle.device
+            self._kept = KeptWeights(keeping, dtype, group.size(), own, device)
+        return self._kept
+
+    def feeds_back(self, direction: Direction, index: int) -> bool:
+        """Whether what is lost of a parameter's gradients is added to the next ones."""
+        return isinstance(self.way(direction, index), Feedback)
+
+    def residual(self, indices: tuple[int, ...], layout: WireLayout) -> torch.Tensor | None:
+        """Of these parameters' gradients, for :func:`qsdp.reduce_scatter_quantized`."""
+        names = self._feedback_names("gradients", indices)
+        if not any(names):
+            return None
+        return self.residuals.together(names, layout, self.handle.group.size(), self.handle.device)
+
+    def replica_residual(
+        self, indices: tuple[int, ...], pieces: WireLayout, num_replicas: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of these parameters' gradients, for :func:`qsdp.all_reduce_quantized`."""
+        names = self._feedback_names("replicas", indices)
+        if not any(names):
+            return None
+        sent, forwarded = self.replica_residuals
+        device = self.handle.device
+        return (
+            sent.together(names, pieces, num_replicas, device),
+            forwarded.together(names, pieces, 1, device),
+        )
+
+    def _feedback_names(
+        self, direction: Direction, indices: tuple[int, ...]
+    ) -> tuple[str | None, ...]:
+        names = self.handle.names
+        return tuple(names[i] if self.feeds_back(direction, i) else None for i in indices)
+
+
+def _keeping(way: Way, numel: int) -> Keeping:
+    """What travels as differences is kept as its way says, all else as it is gathered."""
+    if isinstance(way, Differences):
+        return Keeping(Segment(numel, way.kept), differences=True)
+    return Keeping(Segment(numel), differences=False)
