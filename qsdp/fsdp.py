@@ -213,15 +213,13 @@ def _check_topology(handles: list[ParamGroup], config: QSDPConfig) -> None:
 
 def _warn_of_nothing(units: list[Unit], config: QSDPConfig) -> None:
     """What was asked for and cannot act is said once, when it is asked for."""
-    for direction in ("weights", "gradients"):
-        asked = any(way is not None for way in config.ways(direction))
-        if asked and not any(unit.quantizes(direction) for unit in units):
-            warnings.warn(
-                f"qsdp: QSDPConfig({direction}=...) quantizes nothing in this model: no parameter "
-                f"has two dimensions and {config.min_numel} elements outside exceptions; lower "
-                "min_numel, or set it to None",
-                stacklevel=3,
-            )
+    shapes = [shape for unit in units for shape in unit.handle.shapes]
+    if not any(len(shape) > 1 and shape.numel() >= config.min_numel for shape in shapes):
+        warnings.warn(
+            f"qsdp: nothing in this model is quantized: no parameter has two dimensions and "
+            f"{config.min_numel} elements; lower QSDPConfig(min_numel=...)",
+            stacklevel=3,
+        )
     if all(unit.handle.group.size() == 1 for unit in units):
         warnings.warn(
             "qsdp: every FSDP group of this model has one rank, so nothing is sent and nothing "

@@ -58,7 +58,7 @@ from torch.utils.checkpoint import checkpoint
 import qsdp
 from qsdp import QSDPConfig
 
-RAW = QSDPConfig(keep_full_precision=("*",))
+RAW = QSDPConfig(exceptions={"*": None})
 W8G8 = QSDPConfig.preset("w8g8")
 Run = Callable[[nn.Module], list[float]]
 
@@ -295,7 +295,7 @@ def case_activation_checkpointing_and_compile(rank: int) -> None:
     compare(rank, lambda: made(checkpoint_wrapper))
     compare(rank, lambda: made(lambda b: torch.compile(b, backend="aot_eager")))
     model = made(checkpoint_wrapper)
-    qsdp.apply_qsdp(model, QSDPConfig(keep_full_precision=("blocks.0.up.weight",)))
+    qsdp.apply_qsdp(model, QSDPConfig(exceptions={"blocks.0.up.weight": None}))
 
 
 def case_meta_initialisation(rank: int) -> None:

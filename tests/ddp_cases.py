@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,11 +17,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import qsdp
-from qsdp import QSDPConfig, QuantizedDDPState, Quantizer, quantized_ddp_hook
+from qsdp import (
+    Feedback,
+    Learned,
+    QSDPConfig,
+    QuantizedDDPState,
+    Quantizer,
+    quantized_ddp_hook,
+)
 
 OFF = QSDPConfig.preset("w32g32")
 G8 = QSDPConfig.preset("w32g8")
-FED_BACK = replace(G8, error_feedback=True)
+FED_BACK = replace(G8, gradients=Feedback(Quantizer(8, rounding="stochastic")))
 SMALL_BUCKETS = 0.02  # MiB: several buckets, and DDP rebuilds them after the first step
 
 
@@ -99,9 +107,7 @@ def spreads(stock: DistributedDataParallel, rank: int) -> dict[str, torch.Tensor
 
 
 def case_rules_hold_inside_a_bucket(rank: int) -> None:
-    config = replace(
-        G8, keep_full_precision=("*.up.weight",), min_numel=0, overrides={"head.*": "w32g32"}
-    )
+    config = replace(G8, min_numel=0, exceptions={"*.up.weight": None, "head.*": "w32g32"})
     stock, (model, _) = wrapped(), hooked(config)
     for m in (stock, model):
         loss_of(m, batch(rank, 0)).backward()
@@ -166,9 +172,8 @@ def case_error_feedback_loses_nothing(rank: int) -> None:
     average /= dist.get_world_size()
     drift = {}
     for feedback in (False, True):
-        config = QSDPConfig(
-            weights=None, gradients=Quantizer(2, 64, "nearest"), error_feedback=feedback
-        )
+        quantizer = Quantizer(2, 64, "nearest")
+        config = QSDPConfig(None, Feedback(quantizer) if feedback else quantizer)
         model, state = hooked(config, nn.Linear(512, 4, bias=False))
         total = torch.zeros(4, 512)
         for _ in range(steps):
@@ -178,7 +183,8 @@ def case_error_feedback_loses_nothing(rank: int) -> None:
         drift[feedback] = (total - steps * average).abs().max()
     # Both errors together: under half a step each, of ranges that the errors widen.
     assert drift[True] < 3 * features.abs().max() and drift[False] > 3 * drift[True], drift
-    assert set(state.state_dict()["contribution"]) == {"weight"}
+    names = {f"{kind}.weight.rank{rank}" for kind in ("sent", "forwarded")}
+    assert state.state_dict().keys() == {"progress", *names}
 
 
 def case_saved_state_resumes(rank: int) -> None:
@@ -186,7 +192,7 @@ def case_saved_state_resumes(rank: int) -> None:
 
     DDP starts with other buckets than it has after a step: nearest rounding does not see that.
     """
-    config = QSDPConfig(weights=None, gradients=Quantizer(3, 64, "nearest"), error_feedback=True)
+    config = QSDPConfig(None, Feedback(Quantizer(3, 64, "nearest")))
     model, state = hooked(config, warmup_steps=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, rank, 4, optimizer=optimizer)
@@ -203,14 +209,15 @@ def case_saved_state_resumes(rank: int) -> None:
         losses = train(other, rank, 4, 4, torch.optim.SGD(other.parameters(), lr=0.1))
         assert (losses == expected) == with_errors
         assert all_equal(parameters(model), parameters(other)) == with_errors
+    progress = {"progress": torch.tensor([3, 64])}
     raises_everywhere(
-        lambda: fresh.load_state_dict(saved["qsdp"] | {"num_ranks": 64}), "one file a rank"
+        lambda: fresh.load_state_dict(saved["qsdp"] | progress), "was saved by 64 ranks"
     )
-    contribution = {"embed.weight": torch.zeros(3)}
+    sent = {f"sent.embed.weight.rank{rank}": torch.zeros(3)}
     raises_everywhere(
-        lambda: fresh.load_state_dict(saved["qsdp"] | {"contribution": contribution}),
-        "3 errors of parameter 'embed.weight'",
+        lambda: fresh.load_state_dict(saved["qsdp"] | sent), "errors of shape (3,) for 'sent.embed"
     )
+    raises_everywhere(lambda: pickle.dumps(fresh), "save its state_dict()")
 
 
 def case_bytes_counted_are_bytes_sent(rank: int) -> None:
@@ -226,7 +233,7 @@ def case_bytes_counted_are_bytes_sent(rank: int) -> None:
         sent["a2a"] += input.nbytes * (num_ranks - 1) // num_ranks
         return all_to_all(output, input, **kwargs)
 
-    model, state = hooked(replace(G8, keep_full_precision=("*.up.weight",)))
+    model, state = hooked(replace(G8, exceptions={"*.up.weight": None}))
     with (
         mock.patch.object(dist, "batch_isend_irecv", counted_exchange),
         mock.patch.object(dist, "all_to_all_single", counted_all_to_all),
@@ -248,21 +255,22 @@ def case_not_a_number_reaches_every_rank_and_leaves(rank: int) -> None:
         (loss * float("nan") if poison and rank == 0 else loss).backward()
         grads = gradients(model)
         assert all(bool(g.isfinite().all()) != poison for g in grads.values())
-    errors = state.state_dict()["contribution"].values()
+    errors = state.state_dict().values()
     assert all(bool(e.isfinite().all()) for e in errors)
 
 
 def case_mistakes_are_named(rank: int) -> None:
     model = wrapped()
     raises_everywhere(lambda: QuantizedDDPState(model, QSDPConfig()), "QSDPConfig(weights=...)")
-    raises_everywhere(lambda: QuantizedDDPState(model, "w8g8"), 'preset("w32g8")')
+    raises_everywhere(lambda: QuantizedDDPState(model, "w8g8"), 'preset "w32g8"')
+    raises_everywhere(lambda: QuantizedDDPState(model, 8), "QSDPConfig or the name of a preset")
     raises_everywhere(lambda: QuantizedDDPState(model, G8, warmup_steps=-1), "warmup_steps", "-1")
-    learned = replace(G8, gradients=Quantizer(4, rounding="nearest", levels="learned"))
+    learned = replace(G8, gradients=Learned(Quantizer(4, rounding="nearest")))
     raises_everywhere(lambda: QuantizedDDPState(model, learned), "does not learn levels")
-    override = replace(G8, overrides={"*.up.weight": "w8g4"})
-    raises_everywhere(lambda: QuantizedDDPState(model, override), "presets such as w32g4")
+    exception = replace(G8, exceptions={"*.up.weight": "w8g4"})
+    raises_everywhere(lambda: QuantizedDDPState(model, exception), "the weights of exceptions")
     raises_everywhere(
-        lambda: QuantizedDDPState(model, replace(G8, keep_full_precision=("*.wte",))), "'*.wte'"
+        lambda: QuantizedDDPState(model, replace(G8, exceptions={"*.wte": None})), "'*.wte'"
     )
     raises_everywhere(lambda: QuantizedDDPState(build(), G8), "call qsdp.apply_qsdp instead")
     raises_everywhere(lambda: qsdp.apply_qsdp(model, G8), "quantized_ddp_hook")

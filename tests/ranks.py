@@ -46,6 +46,30 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
     return results
 
 
+def run_cases(
+    rank: int, cases: dict[str, Callable[[int], None]], names: tuple[str, ...]
+) -> dict[str, str | None]:
+    """Run the named cases on this rank; of each the traceback if it failed, or None.
+
+    For :func:`run_ranks`, so that many cases share one launch. Cases must be importable functions.
+    """
+    results: dict[str, str | None] = {}
+    for name in names:
+        try:
+            cases[name](rank)
+            results[name] = None
+        except BaseException:  # what pytest.warns and pytest.raises fail with is no Exception
+            results[name] = traceback.format_exc()
+        dist.barrier()
+    return results
+
+
+def check_case(results: list[dict[str, str | None]], name: str) -> None:
+    """Fail with the traceback of the first rank on which a case of :func:`run_cases` failed."""
+    for rank, of_rank in enumerate(results):
+        assert of_rank[name] is None, f"rank {rank}:\n{of_rank[name]}"
+
+
 def _collect(pipes: list[Connection]) -> list[Any]:
     results: list[Any] = [None] * len(pipes)
     waiting = dict(zip(pipes, range(len(pipes)), strict=True))

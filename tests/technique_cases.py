@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
-from fsdp_cases import batch, build, equal, loss_of, shards, train, unsharded
+import torch.distributed.checkpoint as dcp
+from fsdp_cases import batch, build, equal, loss_of, raises_everywhere, shards, train, unsharded
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import qsdp
-from qsdp import LevelSchedule, Override, QSDPConfig, Quantizer
+from qsdp import Differences, Feedback, Learned, LevelSchedule, QSDPConfig, Quantizer, Ways
 from qsdp.agreement import all_gather_json
 
-LEARNED = Quantizer(3, 64, "nearest", levels="learned")
-LEARNING = QSDPConfig(LEARNED, LEARNED, level_schedule=LevelSchedule(first_step=1, every=2))
-DIFFERENCE = QSDPConfig(Quantizer(4, 64, "nearest"), Quantizer(8), weight_mode="difference", seed=3)
-LIGHT = replace(DIFFERENCE, weight_memory=Quantizer(8, 64, "nearest"))
+UNIFORM = Quantizer(3, 64, "nearest")
+LEARNED = Learned(UNIFORM, LevelSchedule(first_step=1, every=2))
+LEARNING = QSDPConfig(LEARNED, LEARNED)
+FOUR_BITS = Quantizer(4, 64, "nearest")
+DIFFERENCE = QSDPConfig(Differences(FOUR_BITS, kept=None), Quantizer(8), seed=3)
+LIGHT = replace(DIFFERENCE, weights=Differences(FOUR_BITS, kept=Quantizer(8, 64, "nearest")))
+FED_BACK = QSDPConfig(None, Feedback(Quantizer(3, 64, "nearest")))
 
 
 def require_equal_on_ranks(values: list[torch.Tensor]) -> None:
@@ -52,45 +56,65 @@ def case_levels_are_learned_and_help(rank: int) -> None:
     """For every parameter and direction, alike on all ranks, with less error than the grid."""
     # The masters are near their initial values, uniform in linear layers: there is little to learn.
     for method, share in (("kmeans", 0.95), ("gradient", 1.0)):
-        schedule = replace(LEARNING.level_schedule, method=method)
-        model = qsdp.apply_qsdp(build(), replace(LEARNING, level_schedule=schedule))
+        way = replace(LEARNED, schedule=replace(LEARNED.schedule, method=method))
+        model = qsdp.apply_qsdp(build(), QSDPConfig(way, way))
         losses = train(model, rank, 4)
         assert losses[-1] < losses[0]
         state = qsdp.comm_state_dict(model)
-        answers = all_gather_json(state)
+        answers = all_gather_json({name: value.tolist() for name, value in state.items()})
         assert all(answer == answers[0] for answer in answers)
-        units = state["units"]
-        assert len(units) == 3
-        for unit in units.values():
-            assert unit["reductions"] == 4
-            assert unit["learned_at"] == {"weights": 3, "gradients": 3}
-            for direction in ("weights", "gradients"):
-                for name, table in unit["levels"][direction].items():
-                    assert "norm" not in name and "bias" not in name
-                    assert len(table) == 8 and table == sorted(table)
-                    assert 0 <= table[0] < table[-1] <= 1
+        assert [int(v[0]) for n, v in state.items() if n.startswith("progress.")] == [4, 4, 4]
+        tables = learned_tables(model)
+        assert len(tables) == 2 * 5, "embedding and two matrices a block, in both directions"
+        for name, table in tables.items():
+            assert "norm" not in name and "bias" not in name
+            assert int(state[f"learned_at.{name}"]) == 3
+            assert len(table) == 8 and table == sorted(table)
+            assert 0 <= table[0] < table[-1] <= 1
         learned = error_of(model)
-        uniform = replace(LEARNED, levels=None)
-        qsdp.apply_qsdp(model, replace(LEARNING, weights=uniform, gradients=uniform))
+        qsdp.apply_qsdp(model, QSDPConfig(UNIFORM, UNIFORM))
         assert learned < share * error_of(model), method
 
 
+def learned_tables(model: nn.Module) -> dict[str, list[float]]:
+    """The levels that have been learned so far, by direction and name."""
+    state = qsdp.comm_state_dict(model)
+    names = [n.removeprefix("learned_at.") for n, v in state.items() if "learned_at" in n and v > 0]
+    return {name: state[f"levels.{name}"].tolist() for name in names}
+
+
 def case_tables_wait_for_their_step(rank: int) -> None:
-    schedule = LevelSchedule(first_step=2, every=100)
-    model = qsdp.apply_qsdp(build(), replace(LEARNING, level_schedule=schedule))
+    way = Learned(UNIFORM, LevelSchedule(first_step=2, every=100))
+    model = qsdp.apply_qsdp(build(), QSDPConfig(way, way))
     train(model, rank, 1)
-    assert all(not u["levels"] for u in qsdp.comm_state_dict(model)["units"].values())
+    assert not learned_tables(model)
     train(model, rank, 2, first=1)
-    units = qsdp.comm_state_dict(model)["units"].values()
-    assert all(set(u["levels"]) == {"weights", "gradients"} for u in units)
+    tables = learned_tables(model)
+    assert {name.partition(".")[0] for name in tables} == {"weights", "gradients"}
 
 
 def case_learned_weights_alone(rank: int) -> None:
     """Gradients in full precision: reductions are counted all the same."""
     model = qsdp.apply_qsdp(build(), replace(LEARNING, gradients=None))
     train(model, rank, 3)
-    units = qsdp.comm_state_dict(model)["units"].values()
-    assert all(set(u["levels"]) == {"weights"} for u in units)
+    tables = learned_tables(model)
+    assert {name.partition(".")[0] for name in tables} == {"weights"}
+
+
+def case_every_parameter_learns_by_its_own_schedule(rank: int) -> None:
+    """Learned levels as an exception, beside differences and beside another schedule."""
+    early, late = (Learned(UNIFORM, LevelSchedule(first, every=100)) for first in (1, 3))
+    exceptions = {"blocks.0.*": Ways(early, early), "blocks.1.up.*": Ways(late, Quantizer(8))}
+    model = qsdp.apply_qsdp(build(), replace(DIFFERENCE, exceptions=exceptions))
+    train(model, rank, 3)
+    assert set(learned_tables(model)) == {
+        f"{direction}.blocks.0.{name}.weight"
+        for direction in ("weights", "gradients")
+        for name in ("up", "down")
+    }
+    train(model, rank, 2, first=3)
+    assert "weights.blocks.1.up.weight" in learned_tables(model)
+    assert len(learned_tables(model)) == 5
 
 
 def resumed_equals_uninterrupted(config: QSDPConfig, rank: int) -> None:
@@ -100,55 +124,110 @@ def resumed_equals_uninterrupted(config: QSDPConfig, rank: int) -> None:
     with unsharded(whole):
         pass  # as a validation does before the checkpoint
     saved, state = [s.clone() for s in shards(whole)], qsdp.comm_state_dict(whole)
-    tensors = {name: t.clone() for name, t in qsdp.comm_tensors(whole).items()}
+    before = {name: value.clone() for name, value in state.items()}
     losses = train(whole, rank, 3, first=3, optimizer=optimizer)
+    assert all(torch.equal(state[name], value) for name, value in before.items()), "copies"
 
     again = qsdp.apply_qsdp(build(seed=9), config)
     for param, value in zip(again.parameters(), saved, strict=True):
         param.to_local().data.copy_(value)
+    fresh = qsdp.comm_state_dict(again)
+    assert {n: v.shape for n, v in fresh.items()} == {n: v.shape for n, v in state.items()}
     qsdp.load_comm_state_dict(again, state)
-    qsdp.load_comm_tensors(again, tensors)
     optimizer = torch.optim.SGD(again.parameters(), lr=0.1)
     assert train(again, rank, 3, first=3, optimizer=optimizer) == losses
     assert equal(shards(again), shards(whole))
 
 
+MIXED = replace(
+    LIGHT,
+    gradients=Feedback(LEARNED),
+    exceptions={
+        "blocks.0.up.*": Ways(LEARNED, Quantizer(4)),
+        "blocks.0.down.*": Ways(Quantizer(4), Feedback(Quantizer(2, 64, "nearest"))),
+        "blocks.1.*": "w4g4",
+        "embed.*": Ways(Differences(FOUR_BITS, kept=None), None),
+    },
+)
+
+
 def case_resumed_run_equals_uninterrupted(rank: int) -> None:
     """Bit for bit, in the middle of a schedule, of differences and of error feedback."""
-    resumed_equals_uninterrupted(LEARNING, rank)
-    resumed_equals_uninterrupted(DIFFERENCE, rank)
-    resumed_equals_uninterrupted(LIGHT, rank)
-    feedback = QSDPConfig(None, Quantizer(3, 64, "nearest"), error_feedback=True)
-    resumed_equals_uninterrupted(feedback, rank)
+    for config in (LEARNING, DIFFERENCE, LIGHT, FED_BACK, MIXED):
+        resumed_equals_uninterrupted(config, rank)
+
+
+def case_state_goes_through_the_checkpoint_library(rank: int) -> None:
+    """By torch.distributed.checkpoint, into a fresh model, every rank's own row comes back."""
+    folder = all_gather_json(tempfile.mkdtemp() if rank == 0 else None)[0]
+    model = qsdp.apply_qsdp(build(), MIXED)
+    train(model, rank, 3)
+    state = qsdp.comm_state_dict(model)
+    dcp.save(state, checkpoint_id=folder)
+    other = qsdp.apply_qsdp(build(), MIXED)
+    loaded = qsdp.comm_state_dict(other)
+    dcp.load(loaded, checkpoint_id=folder)
+    qsdp.load_comm_state_dict(other, loaded)
+    again = qsdp.comm_state_dict(other)
+    assert state.keys() == again.keys()
+    assert all(torch.equal(state[name], again[name]) for name in state)
 
 
 def case_foreign_state_is_refused(rank: int) -> None:
+    """On every rank, also where one rank alone has another state or none."""
     model = qsdp.apply_qsdp(build(), LEARNING)
     train(model, rank, 2)
     state, other = qsdp.comm_state_dict(model), qsdp.apply_qsdp(build(), QSDPConfig())
-    with pytest.raises(ValueError, match="apply the configuration that it was saved with"):
-        qsdp.load_comm_state_dict(other, state)
-    with pytest.raises(ValueError, match="reads format 1, got 7"):
-        qsdp.load_comm_state_dict(model, state | {"format": 7})
-    wider = replace(LEARNED, bits=4)
-    qsdp.apply_qsdp(model, replace(LEARNING, weights=wider, gradients=wider))
-    with pytest.raises(ValueError, match="8 levels for the .* of embed.weight, which"):
-        qsdp.load_comm_state_dict(model, state)
-    with pytest.raises(ValueError, match=r"no place for 'known.blocks.0'"):
-        qsdp.load_comm_tensors(model, {"known.blocks.0": torch.zeros(3)})
-    light = qsdp.apply_qsdp(build(), LIGHT)
-    with pytest.raises(ValueError, match="was kept with another weight_memory"):
-        qsdp.load_comm_tensors(light, {"known.blocks.0": torch.zeros(3)})
+    hint = "apply the configuration that it was saved with"
+    for load, parts in (
+        (lambda: qsdp.load_comm_state_dict(other, state), ("remembers nothing", hint)),
+        (
+            lambda: qsdp.load_comm_state_dict(model, state | {"format": torch.tensor([7, 2])}),
+            ("reads format 3, got 7",),
+        ),
+        (
+            lambda: qsdp.load_comm_state_dict(model, state if rank == 0 else {}),
+            ("the same communication state",),
+        ),
+    ):
+        raises_everywhere(load, *parts)
+    wider = replace(LEARNED, quantizer=replace(UNIFORM, bits=4))
+    qsdp.apply_qsdp(model, QSDPConfig(wider, wider))
+    raises_everywhere(lambda: qsdp.load_comm_state_dict(model, state), "has shape (8,)", hint)
+    light, plain = (qsdp.apply_qsdp(build(), config) for config in (LIGHT, DIFFERENCE))
+    kept = qsdp.comm_state_dict(plain)
+    raises_everywhere(lambda: qsdp.load_comm_state_dict(light, kept), "'kept.", hint)
+    broken = qsdp.comm_state_dict(light)
+    if rank == 1:
+        name = next(name for name in broken if name.startswith("sent."))
+        broken[name] = broken[name][:-1]
+    raises_everywhere(lambda: qsdp.load_comm_state_dict(light, broken), "'sent.")
 
 
-def case_overrides(rank: int) -> None:
+def case_state_of_other_ranks_continues(rank: int) -> None:
+    """Levels and their clock go on; what belonged to ranks starts afresh, which is said."""
+    model = qsdp.apply_qsdp(build(), MIXED)
+    train(model, rank, 2)
+    state = qsdp.comm_state_dict(model)
+    of_four = {name: value for name, value in state.items() if ".rank" not in name}
+    of_four |= {f"kept.blocks.1.rank{r}": torch.zeros(9, dtype=torch.uint8) for r in range(4)}
+    of_four["format"] = torch.tensor([3, 4])
+    other = qsdp.apply_qsdp(build(), MIXED)
+    with pytest.warns(UserWarning, match="saved by 4 ranks and here are 2"):
+        qsdp.load_comm_state_dict(other, of_four)
+    assert learned_tables(other) == learned_tables(model) != {}
+    assert error_of(other) < 0.1
+    train(other, rank, 1)
+
+
+def case_exceptions(rank: int) -> None:
     """Some parameters in full precision in one direction, others in other widths."""
-    overrides = {
-        "embed.*": Override(None, Quantizer(8)),
-        "*.up.weight": "w2g4",
+    exceptions = {
+        "embed.*": Ways(None, Quantizer(8)),
+        "*.up.weight": Ways(Quantizer(2), Quantizer(4)),
         "blocks.1.*": "w8g8",  # not up, which the pattern before has taken
     }
-    model = qsdp.apply_qsdp(build(), QSDPConfig(Quantizer(4), Quantizer(4), overrides=overrides))
+    model = qsdp.apply_qsdp(build(), QSDPConfig(Quantizer(4), Quantizer(4), exceptions))
     masters = {name: p.full_tensor() for name, p in model.named_parameters()}
     with unsharded(model) as weights:
         assert torch.equal(weights["embed.weight"], masters["embed.weight"])
@@ -164,8 +243,8 @@ def case_overrides(rank: int) -> None:
             spread = masters[name].max() - masters[name].min()
             assert error <= 0.51 * spread / (2**bits - 1)
     train(model, rank, 2)
-    with pytest.raises(ValueError, match=r"QSDPConfig\(overrides=...\): 'head.*' matches no"):
-        qsdp.apply_qsdp(build(), replace(QSDPConfig(), overrides={"headless.*": "w4g4"}))
+    with pytest.raises(ValueError, match=r"QSDPConfig\(exceptions=...\): 'head.*' matches no"):
+        qsdp.apply_qsdp(build(), QSDPConfig(exceptions={"headless.*": "w4g4"}))
 
 
 def case_differences_lose_nothing_over_time(rank: int) -> None:
@@ -182,7 +261,7 @@ def case_differences_lose_nothing_over_time(rank: int) -> None:
     assert 0 < errors[0] < 0.02
     assert errors[1] < 0.2 * errors[0] and errors[3] < 1e-5
     # Forward and backward of the two blocks: one quantized gather each, not two.
-    value = qsdp.apply_qsdp(build(), replace(DIFFERENCE, weight_mode="value"))
+    value = qsdp.apply_qsdp(build(), replace(DIFFERENCE, weights=FOUR_BITS))
     loss_of(value, batch(rank, 0)).backward()
     assert rows < 0.7 * qsdp.comm_stats(value).all_gather_sent
     assert stats.ratio > qsdp.comm_stats(value).ratio
@@ -191,7 +270,7 @@ def case_differences_lose_nothing_over_time(rank: int) -> None:
 def case_equal_masters_give_equal_weights(rank: int) -> None:
     """However often they are gathered; what changes on one rank changes no other's part."""
     bfloat16 = Quantizer(4, 64, "dither", scale_dtype="bfloat16", transform="hadamard")
-    for config in (DIFFERENCE, LIGHT, replace(LIGHT, weights=bfloat16)):
+    for config in (DIFFERENCE, LIGHT, replace(LIGHT, weights=Differences(bfloat16))):
         model = qsdp.apply_qsdp(build(), config)
         gathered = []
         for _ in range(3):  # the first is raw
@@ -237,9 +316,7 @@ def case_validations_change_nothing(rank: int) -> None:
 def case_light_memory_keeps_bytes(rank: int) -> None:
     """A byte a weight is kept, all ranks compute with it, and it is as close as 8 bits are."""
     model = qsdp.apply_qsdp(build(), LIGHT)
-    eight = qsdp.apply_qsdp(
-        build(), replace(DIFFERENCE, weight_mode="value", weights=Quantizer(8, 64, "nearest"))
-    )
+    eight = qsdp.apply_qsdp(build(), replace(DIFFERENCE, weights=Quantizer(8, 64, "nearest")))
     assert error_of(model) == error_of(eight) > 0
     train(model, rank, 3)
     train(eight, rank, 3)
@@ -248,7 +325,7 @@ def case_light_memory_keeps_bytes(rank: int) -> None:
     plain = qsdp.apply_qsdp(build(), DIFFERENCE)
     train(plain, rank, 1)
     light_rows, rows = (
-        sum(row.nbytes for name, row in qsdp.comm_tensors(m).items() if name.startswith("known"))
+        sum(row.nbytes for name, row in qsdp.comm_state_dict(m).items() if name.startswith("kept"))
         for m in (model, plain)
     )
     assert light_rows < 0.45 * rows  # 8 bits and two scales a 64 values, of 32; vectors as they are
@@ -274,9 +351,8 @@ def case_differences_train_like_stock(rank: int) -> None:
     """4 bits of differences follow full precision closer than 4 bits of values."""
     stock = train(build(), rank, 12)
     runs = {}
-    for mode in ("difference", "value"):
-        config = QSDPConfig(Quantizer(4, 64, "nearest"), None, weight_mode=mode)
-        runs[mode] = train(qsdp.apply_qsdp(build(), config), rank, 12)
+    for mode, way in (("difference", Differences(FOUR_BITS, kept=None)), ("value", FOUR_BITS)):
+        runs[mode] = train(qsdp.apply_qsdp(build(), QSDPConfig(way, None)), rank, 12)
     far = {m: sum(abs(a - b) for a, b in zip(r, stock, strict=True)) for m, r in runs.items()}
     assert far["difference"] < 0.5 * far["value"]
 
@@ -291,8 +367,8 @@ def case_error_feedback_forgets_nothing(rank: int) -> None:
     true = layer.weight.grad.to_local().clone()
     far = {}
     for feedback in (True, False):
-        config = QSDPConfig(None, Quantizer(2, 64, "nearest"), error_feedback=feedback)
-        qsdp.apply_qsdp(layer, config)
+        quantizer = Quantizer(2, 64, "nearest")
+        qsdp.apply_qsdp(layer, QSDPConfig(None, Feedback(quantizer) if feedback else quantizer))
         total = torch.zeros_like(true)
         for _ in range(30):
             layer.zero_grad()
@@ -304,9 +380,7 @@ def case_error_feedback_forgets_nothing(rank: int) -> None:
 
 def case_feedback_survives_infinity(rank: int) -> None:
     """A gradient that overflowed is seen by the owners once, and not fed back."""
-    model = qsdp.apply_qsdp(
-        build(), QSDPConfig(None, Quantizer(4, 64, "nearest"), error_feedback=True)
-    )
+    model = qsdp.apply_qsdp(build(), FED_BACK)
     train(model, rank, 1)
     (loss_of(model, batch(rank, 1)) * torch.inf).backward()
     assert not all(p.grad.to_local().isfinite().all() for p in model.parameters())
@@ -330,18 +404,3 @@ def case_formats_train(rank: int) -> None:
 
 
 CASES = {name: case for name, case in list(globals().items()) if name.startswith("case_")}
-
-
-def run_cases(rank: int, names: tuple[str, ...]) -> dict[str, str | None]:
-    """Each case's traceback, or None."""
-    import traceback
-
-    results: dict[str, str | None] = {}
-    for name in names:
-        try:
-            CASES[name](rank)
-            results[name] = None
-        except BaseException:
-            results[name] = traceback.format_exc()
-        dist.barrier()
-    return results

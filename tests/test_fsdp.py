@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fsdp_cases import CASES, FOUR, run_cases
-from ranks import run_ranks
+from fsdp_cases import CASES, FOUR
+from ranks import check_case, run_cases, run_ranks
 
 pytestmark = pytest.mark.ranks
+
+Results = list[dict[str, str | None]]
 
 # Uneven shards and a division by three; the rest of the cases say nothing new there.
 ON_THREE_RANKS = (
@@ -21,33 +23,30 @@ ON_THREE_RANKS = (
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, str | None]]:
-    return run_ranks(run_cases, 2, tuple(CASES))
+def two_ranks() -> Results:
+    return run_ranks(run_cases, 2, CASES, tuple(CASES))
 
 
 @pytest.fixture(scope="module")
-def three_ranks() -> list[dict[str, str | None]]:
-    return run_ranks(run_cases, 3, ON_THREE_RANKS)
+def three_ranks() -> Results:
+    return run_ranks(run_cases, 3, CASES, ON_THREE_RANKS)
 
 
 @pytest.fixture(scope="module")
-def four_ranks() -> list[dict[str, str | None]]:
-    return run_ranks(run_cases, 4, tuple(FOUR))
+def four_ranks() -> Results:
+    return run_ranks(run_cases, 4, FOUR, tuple(FOUR))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_on_two_ranks(two_ranks: list[dict[str, str | None]], name: str) -> None:
-    for rank, results in enumerate(two_ranks):
-        assert results[name] is None, f"rank {rank}:\n{results[name]}"
+def test_on_two_ranks(two_ranks: Results, name: str) -> None:
+    check_case(two_ranks, name)
 
 
 @pytest.mark.parametrize("name", ON_THREE_RANKS)
-def test_on_three_ranks(three_ranks: list[dict[str, str | None]], name: str) -> None:
-    for rank, results in enumerate(three_ranks):
-        assert results[name] is None, f"rank {rank}:\n{results[name]}"
+def test_on_three_ranks(three_ranks: Results, name: str) -> None:
+    check_case(three_ranks, name)
 
 
 @pytest.mark.parametrize("name", FOUR)
-def test_on_four_ranks(four_ranks: list[dict[str, str | None]], name: str) -> None:
-    for rank, results in enumerate(four_ranks):
-        assert results[name] is None, f"rank {rank}:\n{results[name]}"
+def test_on_four_ranks(four_ranks: Results, name: str) -> None:
+    check_case(four_ranks, name)
