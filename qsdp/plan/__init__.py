@@ -1,2 +1,1 @@
-"""The planner: what a step costs on a cluster that nobody here has. Imports neither torch nor any
-extra, so that `qsdp plan` answers at once."""
+"""The planner: what a step costs on a cluster that nobody here has."""

@@ -5,8 +5,8 @@
     qsdp plan --cluster qsdp-paper --json
     qsdp plan --survey                    where quantizing stops paying, 8 to 4096 ranks
 
-A step is computation, encoding, decoding and transfers, overlapped as FSDP2 does it on GPUs. The
-documentation, docs/networks.md, tells what the model knows and how well it predicts.
+A step is computation, encoding, decoding and transfers, overlapped as FSDP2 does it on GPUs. All
+rates are in Gbit/s. docs/networks.md tells what the model knows and how well it predicts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any
 
 from qsdp.columns import format_columns
 from qsdp.plan.clusters import CASES, GPT_SHAPES, Case, case, preset_model
-from qsdp.plan.model import CONFIG_HELP, Prediction, parse_config, predict
+from qsdp.plan.model import Prediction, predict
 from qsdp.plan.sizes import from_counts
+from qsdp.plan.variant import HELP, Variant, parse_variant
 
 WORTHWHILE = 1.03
 """Below this speed-up the baseline is recommended."""
@@ -31,19 +32,18 @@ CLOSE = 1.05
 
 @dataclass(frozen=True)
 class Answer:
-    """One configuration at one bandwidth."""
+    """One variant at one bandwidth."""
 
     bandwidth_gbps: float
-    config: str
-    collectives: str
-    bits: int
+    variant: Variant
     prediction: Prediction
     speedup: float
     recommended: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        found = {"bandwidth_gbps": self.bandwidth_gbps, "config": self.config}
-        found |= {"speedup": self.speedup, "collectives": self.collectives}
+        """JSON values: the prediction's fields beside what it is for."""
+        found = {"bandwidth_gbps": self.bandwidth_gbps, "config": self.variant.name}
+        found |= {"collectives": self.variant.collectives, "speedup": self.speedup}
         return found | {"recommended": self.recommended, **self.prediction._asdict()}
 
 
@@ -68,19 +68,19 @@ def run(argv: list[str]) -> int:
 
 
 def plan(chosen: Case) -> list[Answer]:
-    """Every config at every bandwidth, the first config being the baseline."""
+    """Every variant at every bandwidth, the first variant being the baseline.
+
+    Raises:
+        ValueError: a variant that cannot be applied to the case's model or cluster.
+    """
     found: list[Answer] = []
     for gbps in chosen.bandwidths:
         cluster = replace(chosen.cluster, bandwidth_gbps=gbps)
-        here: list[Answer] = []
-        for config in chosen.configs:
-            prediction = predict(chosen.model, cluster, chosen.work, config)
-            base = here[0].prediction.step_s if here else prediction.step_s
-            here.append(
-                Answer(gbps, config.name, config.collectives,
-                       config.weight_bits + config.gradient_bits, prediction,
-                       base / prediction.step_s)
-            )  # fmt: skip
+        steps = [predict(chosen.model, cluster, chosen.work, each) for each in chosen.variants]
+        here = [
+            Answer(gbps, variant, step, steps[0].step_s / step.step_s)
+            for variant, step in zip(chosen.variants, steps, strict=True)
+        ]
         best = _recommended(here)
         found += [replace(answer, recommended=answer is best) for answer in here]
     return found
@@ -91,8 +91,9 @@ def _recommended(answers: Sequence[Answer]) -> Answer:
     if fastest.speedup < WORTHWHILE:
         return answers[0]
     limit = fastest.prediction.step_s * CLOSE
-    close = [answer for answer in answers if answer.prediction.step_s <= limit]
-    return max(close, key=lambda answer: (answer.bits, -answer.prediction.step_s))
+    close = [answer.prediction for answer in answers if answer.prediction.step_s <= limit]
+    best = max(close, key=lambda found: (round(found.wire_bits), -found.step_s))
+    return next(answer for answer in answers if answer.prediction is best)
 
 
 def format_plan(chosen: Case, answers: Sequence[Answer], measured: Sequence[str]) -> str:
@@ -103,7 +104,7 @@ def format_plan(chosen: Case, answers: Sequence[Answer], measured: Sequence[str]
         f"{chosen.model.name}, {chosen.model.numel / 1e9:.3g}B parameters; {cluster.nodes} nodes "
         f"of {cluster.ranks_per_node} ranks; {overlap}",
         f"{work.tokens * work.micro_batches:,.0f} tokens a rank and step in {work.micro_batches} "
-        f"micro-batches; {cluster.tflops:g} TFLOP/s, codec {cluster.codec_gbps:g} GB/s",
+        f"micro-batches; {cluster.tflops:g} TFLOP/s, codec {cluster.codec_gbps:g} Gbit/s",
         *(f"assumed: {note}" for note in chosen.notes),
         *measured,
         "",
@@ -115,7 +116,7 @@ def format_plan(chosen: Case, answers: Sequence[Answer], measured: Sequence[str]
         found = answer.prediction
         times = (f"{value:.3f}" for value in (found.compute_s, found.network_s, found.codec_s))
         rows.append(
-            (f"{answer.bandwidth_gbps:g}", answer.config, f"{found.step_s:.3f}",
+            (f"{answer.bandwidth_gbps:g}", answer.variant.name, f"{found.step_s:.3f}",
              f"{answer.speedup:.2f}", f"{found.between_nodes / 1e9:.2f}", *times, found.limit,
              "recommended" if answer.recommended else "")
         )  # fmt: skip
@@ -132,20 +133,30 @@ def _parser() -> argparse.ArgumentParser:
     add("--layers", type=int, metavar="N", help="layers of the model of --parameters")
     add("--nodes", type=int, metavar="N")
     add("--ranks-per-node", type=int, metavar="N")
-    add("--bandwidth", type=float, nargs="+", metavar="GBPS", help="Gbit/s of a node's link")
+    add(
+        "--bandwidth",
+        type=float,
+        nargs="+",
+        metavar="GBPS",
+        help="Gbit/s of a node's link, one way",
+    )
     add("--latency-us", type=float, metavar="US", help="between nodes")
     add("--intra-gbps", type=float, metavar="GBPS", help="Gbit/s of a rank inside its node")
     add("--intra-latency-us", type=float, metavar="US", help="inside a node")
     add("--tflops", type=float, metavar="T", help="that a rank achieves, forward and backward")
     add(
-        "--codec-gbps", type=float, metavar="GBPS", help="GB/s of float32 values, see bench kernels"
+        "--codec-gbps",
+        type=float,
+        metavar="GBPS",
+        help="Gbit/s of float32 values that a rank "
+        "encodes or decodes: 8 times the GB/s of qsdp bench kernels",
     )
     add("--tokens", type=float, metavar="N", help="of a micro-batch on one rank")
     add("--micro-batches", type=int, metavar="N", help="forwards in a step")
     add("--sync-every-micro-batch", action="store_true", help="reduce after each of them")
     add("--recompute", action="store_true", help="activation checkpointing")
     add("--overlap", action=argparse.BooleanOptionalAction, help="of collectives and computation")
-    add("--configs", nargs="+", metavar="NAME", help=f"the first is the baseline; {CONFIG_HELP}")
+    add("--configs", nargs="+", metavar="NAME", help=f"the first is the baseline: {HELP}")
     add("--measure", action="store_true", help="take codec and link rates from this machine")
     add("--survey", action="store_true", help="8 to 4096 ranks, 1B to 70B, 1 to 400 Gbit/s")
     add("--plot", type=Path, metavar="FILE", help="also draw step time against bandwidth (PNG)")
@@ -190,8 +201,8 @@ def _case(options: argparse.Namespace) -> tuple[Case, list[str]]:
                 f"{options.parameters:g}, {options.layers} and {options.model}"
             )
         model = from_counts(options.parameters, options.layers, sequence=2048)
-    configs = tuple(map(parse_config, options.configs)) if options.configs else chosen.configs
-    return Case(model, cluster, work, configs, bandwidths, chosen.notes), lines
+    variants = tuple(map(parse_variant, options.configs or ())) or chosen.variants
+    return Case(model, cluster, work, variants, bandwidths, chosen.notes), lines
 
 
 def _given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:

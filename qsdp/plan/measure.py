@@ -1,4 +1,4 @@
-"""Codec and link rates of this machine, for `qsdp plan --measure`. Imports torch."""
+"""Codec and link rates of this machine, for `qsdp plan --measure`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import json
 import subprocess
 import sys
 from typing import Any, NamedTuple
+
+import torch
+
+from qsdp.plan.cluster import gbps_of
+from qsdp.quantizer import Quantizer
+from qsdp.rows import decode_rows, encode_rows
+from qsdp.wire import tensor_layout
 
 VALUES = 1 << 22
 REPETITIONS = 7
@@ -19,44 +26,42 @@ class Rates(NamedTuple):
 
 
 def measure_rates() -> Rates:
-    """Encode and decode at 8 bits, and the link between two ranks on this machine."""
-    import torch
+    """Encode and decode float32 at 8 bits, and the link between two ranks on this machine.
 
-    from qsdp.bench.timing import median_seconds
-    from qsdp.kernels import backend_for
-    from qsdp.wire import Segment, wire_layout
-
+    Raises:
+        RuntimeError: the link could not be measured.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    backend = backend_for(device)
-    layout = wire_layout((Segment(VALUES, 8, 1024, "shift"),), torch.float32)
+    codec = _codec_gbps(device)
+    command = [sys.executable, "-m", "qsdp", "bench", "link", "--nproc", "2", "--mib", "4"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"qsdp bench link failed: {done.stderr.strip().splitlines()[-1]}")
+    link = json.loads(done.stdout)[0]
+    gbps, latency = link["gbps"], link["latency_us"]
+    return Rates(
+        {"codec_gbps": codec, "intra_gbps": gbps, "intra_latency_us": latency},
+        [
+            f"measured: encode and decode at {codec:.0f} Gbit/s of float32 values on {device.type}",
+            f"measured: {gbps:.2f} Gbit/s and {latency:.0f} us between ranks here",
+        ],
+    )
+
+
+def _codec_gbps(device: torch.device) -> float:
+    """Gbit/s of float32 values, the mean of encoding and decoding."""
+    from qsdp.bench.timing import median_seconds
+
+    layout = tensor_layout(VALUES, Quantizer(8))
     values = torch.randn(1, VALUES, device=device)
     wire = torch.empty(1, layout.row_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(values)
     seconds = median_seconds(
         {
-            "encode": lambda: backend.encode(values, layout, wire, key=1),
-            "decode": lambda: backend.decode(wire, layout, target),
+            "encode": lambda: encode_rows(values, layout, wire, key=1),
+            "decode": lambda: decode_rows(wire, layout, target),
         },
         device,
         repetitions=REPETITIONS,
     )
-    codec = 2 * values.nbytes * 1e-9 / sum(seconds.values())
-    done = subprocess.run(
-        [sys.executable, "-m", "qsdp", "bench", "link", "--nproc", "2", "--mib", "4", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    if done.returncode:
-        raise RuntimeError(f"qsdp bench link failed: {done.stderr.strip().splitlines()[-1]}")
-    link = json.loads(done.stdout)[0]
-    settings = {
-        "codec_gbps": codec,
-        "intra_gbps": link["gbps"],
-        "intra_latency_us": link["latency_us"],
-    }
-    lines = [
-        f"measured: encode and decode at {codec:.1f} GB/s of float32 values on {device.type}",
-        f"measured: {link['gbps']:.2f} Gbit/s and {link['latency_us']:.0f} us between ranks here",
-    ]
-    return Rates(settings, lines)
+    return gbps_of(2 * values.nbytes, sum(seconds.values()))

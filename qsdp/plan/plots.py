@@ -32,15 +32,11 @@ def plot_steps(chosen: Case, path: Path) -> None:
     low, high = min(chosen.bandwidths), max(chosen.bandwidths)
     low, high = (low / 3, high * 3) if low == high else (low, high)
     line = [low * (high / low) ** (i / (POINTS - 1)) for i in range(POINTS)]
-    for config in chosen.configs:
-        steps = [
-            predict(
-                chosen.model, replace(chosen.cluster, bandwidth_gbps=gbps), chosen.work, config
-            ).step_s
-            for gbps in line
-        ]
-        axis.plot(line, steps, label=config.name)
-    compute = predict(chosen.model, chosen.cluster, chosen.work, chosen.configs[0]).compute_s
+    clusters = [replace(chosen.cluster, bandwidth_gbps=gbps) for gbps in line]
+    for variant in chosen.variants:
+        found = [predict(chosen.model, cluster, chosen.work, variant) for cluster in clusters]
+        axis.plot(line, [step.step_s for step in found], label=variant.name)
+    compute = found[0].compute_s
     axis.axhline(compute, color="gray", lw=0.8, ls=":", label="computation alone")
     axis.set(xscale="log", yscale="log", xlabel="link of a node, Gbit/s", ylabel="seconds a step")
     axis.set_title(f"{chosen.model.name}, {chosen.cluster.nodes} nodes of "
@@ -71,8 +67,8 @@ def plot_validation(
     right.set_title("published clusters", fontsize=10)
     right.legend(fontsize=7)
     for axis, values in ((left, benchmark), (right, published)):
-        ends = [f([min(m, p) for _, m, p in values]) for f in (min,)]
-        ends.append(max(max(m, p) for _, m, p in values))
+        both = [value for _, *pair in values for value in pair]
+        ends = [min(both), max(both)]
         axis.plot(ends, ends, color="black", lw=0.8)
         axis.fill_between(ends, [e * 0.85 for e in ends], [e * 1.15 for e in ends],
                           color="gray", alpha=0.15)  # fmt: skip

@@ -1,33 +1,34 @@
-"""Models as sizes: which parameters communicate together, and how many bytes a rank's row takes.
-
-The arithmetic of :mod:`qsdp.wire`, without torch; `tests/test_plan.py` holds the two together.
-"""
+"""Models as names and shapes, and the bytes of a rank's row of them, from :mod:`qsdp.wire`."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
-META_BYTES = 8  # scale and offset of a block, in float32
-ROW_ALIGNMENT = 8
-MIN_QUANTIZED = 1024  # elements; smaller parameters travel in full precision, as vectors do
+import torch
+
+from qsdp.config import QSDPConfig
+from qsdp.ways import Differences, Direction, quantizer_of, schedule_of
+from qsdp.wire import Segment, wire_layout
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of ``rows`` x ``columns``, sharded by rows; a vector has one column."""
+    """A parameter, sharded along its first dimension.
 
-    rows: int
-    columns: int = 1
+    Attributes:
+        names: for the patterns of ``QSDPConfig(exceptions=...)``; tied ones have several.
+        shape: unsharded.
+    """
 
-    @property
-    def numel(self) -> int:
-        return self.rows * self.columns
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
 
-    @property
-    def quantized(self) -> bool:
-        return self.columns > 1 and self.numel >= MIN_QUANTIZED
+    def shard_numel(self, num_ranks: int) -> int:
+        """Values that each rank holds, padding included."""
+        return -(-self.shape[0] // num_ranks) * math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,13 @@ class Model:
 
     @property
     def numel(self) -> int:
-        return sum(parameter.numel for unit in self.units for parameter in unit)
+        """Parameters of the model."""
+        return sum(parameter.shard_numel(1) for unit in self.units for parameter in unit)
+
+    @property
+    def names(self) -> list[str]:
+        """All names of all parameters."""
+        return [name for unit in self.units for parameter in unit for name in parameter.names]
 
 
 def gpt2(
@@ -57,62 +64,108 @@ def gpt2(
     Args:
         blocks_per_unit: blocks that are wrapped together.
     """
-    d = width
-    block = (
-        Parameter(d), Parameter(d),
-        Parameter(d, 3 * d), Parameter(3 * d), Parameter(d, d), Parameter(d),
-        Parameter(d), Parameter(d),
-        Parameter(d, 4 * d), Parameter(4 * d), Parameter(4 * d, d), Parameter(d),
-    )  # fmt: skip
-    root = (Parameter(vocab, d), Parameter(sequence, d), Parameter(d), Parameter(d))
+    root = (
+        Parameter(("transformer.wte.weight", "lm_head.weight"), (vocab, width)),
+        Parameter(("transformer.wpe.weight",), (sequence, width)),
+        *_layer("transformer.ln_f", width),
+    )
+    blocks = [_gpt2_block(f"transformer.h.{index}", width) for index in range(layers)]
+    wrapped = [blocks[i : i + blocks_per_unit] for i in range(0, layers, blocks_per_unit)]
     # 6 for each weight that multiplies a token; scores and their use, over the whole sequence.
-    block_flops = 6.0 * 12 * d * d + 12.0 * sequence * d
-    sizes = [min(blocks_per_unit, layers - start) for start in range(0, layers, blocks_per_unit)]
+    flops = 6.0 * 12 * width * width + 12.0 * sequence * width
     return Model(
         name or f"gpt2 {layers}x{width}",
-        (root, *(block * size for size in sizes)),
-        (6.0 * vocab * d, *(block_flops * size for size in sizes)),
+        (root, *(sum(unit, ()) for unit in wrapped)),
+        (6.0 * vocab * width, *(flops * len(unit) for unit in wrapped)),
     )
+
+
+def _gpt2_block(path: str, d: int) -> tuple[Parameter, ...]:
+    return (
+        *_layer(f"{path}.ln_1", d),
+        *_layer(f"{path}.attn.c_attn", d, 3 * d),
+        *_layer(f"{path}.attn.c_proj", d, d),
+        *_layer(f"{path}.ln_2", d),
+        *_layer(f"{path}.mlp.c_fc", d, 4 * d),
+        *_layer(f"{path}.mlp.c_proj", 4 * d, d),
+    )
+
+
+def _layer(path: str, *shape: int) -> tuple[Parameter, Parameter]:
+    """A weight and its bias."""
+    return Parameter((f"{path}.weight",), shape), Parameter((f"{path}.bias",), shape[-1:])
 
 
 def from_counts(parameters: float, layers: int, *, sequence: int) -> Model:
     """A transformer known by its number of parameters and layers only: equal blocks of matrices."""
     width = math.sqrt(parameters / (12 * layers))
-    block = (Parameter(round(12 * width), round(width)),)
+    shape = (round(12 * width), round(width))
+    units = tuple((Parameter((f"layers.{index}.weight",), shape),) for index in range(layers))
     flops = 6.0 * parameters / layers + 12.0 * sequence * width
     name = f"{parameters / 1e9:g}B, {layers} layers"
-    return Model(name, ((), *((block,) * layers)), (0.0, *((flops,) * layers)))
+    return Model(name, ((), *units), (0.0, *((flops,) * layers)))
 
 
-@lru_cache(maxsize=4096)
-def shard_numel(unit: tuple[Parameter, ...], num_ranks: int) -> int:
-    """Values of a unit that each rank holds, padding included."""
-    return sum(-(-parameter.rows // num_ranks) * parameter.columns for parameter in unit)
+class Rows(NamedTuple):
+    """One rank's row of a unit: values, and bytes in every direction.
+
+    Attributes:
+        numel: values, padding included.
+        plain_weights, plain_gradients: bytes of the values in the dtype that FSDP2 hands over.
+        weights: bytes on the wire.
+        gradients: the same; with two levels, between nodes.
+        inside_node: of gradients inside a node, with two levels.
+        own_gather, own_reduce: whether qsdp carries weights and gradients, or FSDP2 itself.
+        differences: whether weights travel as differences, once a forward.
+        two_level: whether qsdp's collectives take two levels.
+    """
+
+    numel: int
+    plain_weights: int
+    plain_gradients: int
+    weights: int
+    gradients: int
+    inside_node: int
+    own_gather: bool
+    own_reduce: bool
+    differences: bool
+    two_level: bool
 
 
-@lru_cache(maxsize=65536)
-def row_bytes(
+@lru_cache(maxsize=8192)
+def unit_rows(
     unit: tuple[Parameter, ...],
     num_ranks: int,
-    bits: int,
-    *,
-    block_size: int,
-    itemsize: int,
-    meta_bytes: int = META_BYTES,
-) -> int:
-    """Bytes of one rank's row of a unit at ``bits``; of full-precision parameters ``itemsize``."""
-    total = 0
-    for parameter in unit:
-        numel = -(-parameter.rows // num_ranks) * parameter.columns
-        if not parameter.quantized or bits >= 16:  # kept in full precision
-            total += numel * itemsize
-            continue
-        full, rest = divmod(numel, block_size)
-        total += (full + (rest > 0)) * meta_bytes
-        total += full * _code_bytes(block_size, bits) + _code_bytes(rest, bits)
-    return -(-total // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    config: QSDPConfig,
+    weight_dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+) -> Rows:
+    """What a rank sends of a unit, as :func:`qsdp.apply_qsdp` with ``config`` lays it out."""
+    sizes = [parameter.shard_numel(num_ranks) for parameter in unit]
+    ways = [config.ways_of(parameter.names, parameter.shape) for parameter in unit]
+    numel, two_level = sum(sizes), config.ranks_per_node is not None
 
+    def row_bytes(direction: Direction, dtype: torch.dtype) -> int:
+        quantizers = (quantizer_of(way[direction]) for way in ways)
+        segments = tuple(map(Segment, sizes, quantizers))
+        return wire_layout(segments, dtype, config.verify).row_bytes
 
-def _code_bytes(numel: int, bits: int) -> int:
-    widths = (8,) if bits == 8 else tuple(width for width in (4, 2, 1) if bits & width)
-    return sum(-(-numel * width // 8) for width in widths)
+    # A direction in which nothing is quantized is left to FSDP2, unless levels are learned in it.
+    learns = any(schedule_of(way["weights"]) for way in ways)
+    own_gather = config.weights is not None or any(way["weights"] for way in ways)
+    own_reduce = config.gradients is not None or any(way["gradients"] for way in ways) or learns
+    weights, gradients = numel * weight_dtype.itemsize, numel * gradient_dtype.itemsize
+    # Between nodes travel sums, which are float32.
+    reduced_dtype = torch.float32 if two_level else gradient_dtype
+    return Rows(
+        numel,
+        weights,
+        gradients,
+        row_bytes("weights", weight_dtype) if own_gather else weights,
+        row_bytes("gradients", reduced_dtype) if own_reduce else gradients,
+        row_bytes("inside_node", gradient_dtype),
+        own_gather,
+        own_reduce,
+        any(isinstance(way["weights"], Differences) for way in ways),
+        two_level,
+    )

@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qsdp.columns import format_columns
+from qsdp.plan.cluster import Cluster
 from qsdp.plan.clusters import cloud
-from qsdp.plan.model import Cluster, Config, Work, parse_config, predict
+from qsdp.plan.model import Work, predict
 from qsdp.plan.sizes import Model, from_counts
+from qsdp.plan.variant import parse_variant
 
 MODELS = ((1e9, 24), (7e9, 32), (13e9, 40), (30e9, 60), (70e9, 80))
 RANKS = (8, 64, 512, 4096)
 BANDWIDTHS = (1.0, 3.0, 10.0, 25.0, 50.0, 100.0, 200.0, 400.0)
 RANKS_PER_NODE = (1, 8)
 PAYS = 1.05
-BASELINE = "stock-bf16"
+BASELINE, OURS = "stock-bf16", "w8g8"
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,6 @@ def survey() -> list[Finding]:
     """All models, ranks and node sizes; 8192 tokens a rank and step, H100-class ranks."""
     case = cloud()
     work = replace(case.work, tokens=8192.0, recompute=True)
-    baseline, ours = parse_config(BASELINE), parse_config("w8g8")
     found = []
     for parameters, layers in MODELS:
         model = from_counts(parameters, layers, sequence=4096)
@@ -47,12 +48,12 @@ def survey() -> list[Finding]:
                 if nodes < 2:
                     continue
                 cluster = replace(case.cluster, nodes=nodes, ranks_per_node=per_node)
-                found.append(_finding(parameters, model, cluster, work, baseline, ours))
+                found.append(_finding(parameters, model, cluster, work))
     return found
 
 
-def _finding(parameters: float, model: Model, cluster: Cluster, work: Work, baseline: Config,
-             ours: Config) -> Finding:  # fmt: skip
+def _finding(parameters: float, model: Model, cluster: Cluster, work: Work) -> Finding:
+    baseline, ours = parse_variant(BASELINE), parse_variant(OURS)
     speedups, limit = {}, ""
     for gbps in BANDWIDTHS:
         here = replace(cluster, bandwidth_gbps=gbps)
@@ -65,6 +66,7 @@ def _finding(parameters: float, model: Model, cluster: Cluster, work: Work, base
 
 
 def run(*, as_json: bool, plot: Path | None) -> int:
+    """Print the survey, and draw it to ``plot``; returns the exit status."""
     found = survey()
     if as_json:
         print(json.dumps([vars(finding) for finding in found], indent=1))
@@ -76,6 +78,7 @@ def run(*, as_json: bool, plot: Path | None) -> int:
 
 
 def format_survey(found: list[Finding]) -> str:
+    """What was taken, and a table."""
     header = ("model", "ranks a node", "ranks", *(f"{gbps:g}" for gbps in BANDWIDTHS),
               "pays up to", "then limited by")  # fmt: skip
     rows = [
