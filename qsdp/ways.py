@@ -162,7 +162,14 @@ def way_from_json(value: Any, name: str) -> Any:
     if "kept" not in value:
         return Differences(inner)
     kept = value["kept"]
-    return Differences(inner, kept and Quantizer.from_json(kept, f"{name}.kept"))
+    return Differences(inner, None if kept is None else Quantizer.from_json(kept, f"{name}.kept"))
+
+
+def ways_from_json(value: Any, name: str) -> Ways:
+    """An exception's ways from a mapping of both directions."""
+    if sorted(value) != ["gradients", "weights"]:
+        raise ValueError(f"{name} must have the fields weights and gradients, got {sorted(value)}")
+    return Ways(**{key: way_from_json(way, f"{name}.{key}") for key, way in value.items()})
 
 
 def require_kind(owner: str, name: str, value: object, allowed: tuple[type | None, ...]) -> None:

@@ -6,17 +6,22 @@ import json
 
 import pytest
 
-from qsdp import IntraNode, LevelSchedule, Override, QSDPConfig, Quantizer
+from qsdp import Differences, Feedback, Learned, LevelSchedule, QSDPConfig, Quantizer, Ways
+from qsdp.ways import DIRECTIONS, quantizer_of
 
 WIDTHS = (*range(2, 9), 32)
+NEAREST = Quantizer(4, rounding="nearest")
+FED_BACK, KEPT = Feedback(NEAREST), Differences(NEAREST)
 
 
 @pytest.mark.parametrize("weights", WIDTHS)
 @pytest.mark.parametrize("gradients", WIDTHS)
 def test_every_preset_has_its_bits(weights: int, gradients: int) -> None:
     config = QSDPConfig.preset(f"w{weights}g{gradients}")
-    assert (config.weights.bits if config.weights else 32) == weights
-    assert (config.gradients.bits if config.gradients else 32) == gradients
+    for way, bits in ((config.weights, weights), (config.gradients, gradients)):
+        quantizer = quantizer_of(way)
+        assert (quantizer.bits if quantizer else 32) == bits
+    assert isinstance(config.weights, Differences) == (weights <= 4)
 
 
 def test_default_is_w8g8_with_unbiased_rounding() -> None:
@@ -34,13 +39,34 @@ def test_unknown_presets_are_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     (
-        ({"weights": 8}, "QSDPConfig(weights=...) must be a qsdp.Quantizer or None, got 8"),
+        (
+            {"weights": 8},
+            "QSDPConfig(weights=...) must be a qsdp.Quantizer, qsdp.Learned, qsdp.Differences or "
+            "None, got 8",
+        ),
+        ({"weights": FED_BACK}, "QSDPConfig(weights=...) must be"),
+        ({"gradients": KEPT}, "QSDPConfig(gradients=...) must be"),
+        ({"replicas": Learned(NEAREST)}, "QSDPConfig(replicas=...) must be"),
+        ({"inside_node": FED_BACK, "ranks_per_node": 2}, "QSDPConfig(inside_node=...) must be"),
         ({"gradients": "w8"}, "QSDPConfig(gradients=...)"),
         ({"min_numel": -1}, "QSDPConfig(min_numel=...) must be an integer from 0"),
         ({"seed": 1.5}, "QSDPConfig(seed=...)"),
         ({"seed": 2**64}, "QSDPConfig(seed=...)"),
-        ({"keep_full_precision": "*.wte"}, "sequence of glob patterns, got '*.wte'"),
-        ({"keep_full_precision": (3,)}, "sequence of glob patterns"),
+        ({"verify": 1}, "QSDPConfig(verify=...) must be True or False, got 1"),
+        ({"ranks_per_node": 1}, "QSDPConfig(ranks_per_node=...) must be an integer of at least 2"),
+        ({"inside_node": NEAREST}, "set ranks_per_node to the ranks of a node"),
+        (
+            {"inside_node": NEAREST, "ranks_per_node": 2, "gradients": None},
+            "set gradients, or inside_node=None",
+        ),
+        (
+            {"gradients": FED_BACK, "ranks_per_node": 2},
+            "Feedback for gradients does not go with two-level collectives",
+        ),
+        (
+            {"exceptions": {"*.a": Ways(None, FED_BACK)}, "ranks_per_node": 2},
+            "Feedback for gradients does not go with two-level collectives",
+        ),
     ),
 )
 def test_bad_fields_are_named(arguments: dict[str, object], message: str) -> None:
@@ -49,33 +75,66 @@ def test_bad_fields_are_named(arguments: dict[str, object], message: str) -> Non
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_patterns_may_be_any_sequence_and_configs_are_hashable() -> None:
-    config = QSDPConfig(keep_full_precision=["*.a", "*.b"])  # type: ignore[arg-type]
-    assert config.keep_full_precision == ("*.a", "*.b")
-    assert hash(config) == hash(QSDPConfig(keep_full_precision=("*.a", "*.b")))
+def test_exceptions_may_be_pairs_and_configs_are_hashable() -> None:
+    config = QSDPConfig(exceptions=[("*.a", None), ("*.b", "w4g4")])  # type: ignore[arg-type]
+    same = QSDPConfig(exceptions={"*.a": Ways(None, None), "*.b": "w4g4"})
+    assert config == same and hash(config) == hash(same)
+    assert QSDPConfig.of("w4g4", "somebody") == QSDPConfig.preset("w4g4")
+
+
+def test_first_exception_counts_and_more_can_be_added() -> None:
+    config = QSDPConfig(exceptions={"*.b": "w4g4", "a.*": None})
+    assert config.ways_of(["a.b"], (64, 64))["gradients"] == QSDPConfig.preset("w4g4").gradients
+    assert config.ways_of(["x", "a.c"], (64, 64)) == dict.fromkeys(DIRECTIONS), "tied names count"
+    config = config.with_exceptions({"a.b": None})
+    assert config.ways_of(["a.b"], (64, 64)) == dict.fromkeys(DIRECTIONS)
+    assert config.ways_of(["c"], (64, 64))["weights"] == config.weights
+
+
+def test_a_preset_as_an_exception_is_the_whole_preset() -> None:
+    """Its differences came off, and its rounding stayed, which is neither preset nor plain."""
+    for name in ("w4g4", "w8g8", "w32g4"):
+        preset = QSDPConfig.preset(name)
+        ways = QSDPConfig(exceptions={"*": name}).ways_of(["a"], (64, 64))
+        assert (ways["weights"], ways["gradients"]) == (preset.weights, preset.gradients)
+
+
+def test_full_precision_is_full_precision_in_every_direction() -> None:
+    """Inside nodes and between replicas too, where an exception leaves gradients alone."""
+    config = QSDPConfig(
+        ranks_per_node=2, inside_node=NEAREST, replicas=NEAREST, exceptions={"*.a": None}
+    )
+    assert config.ways_of(["x.a"], (64, 64)) == dict.fromkeys(DIRECTIONS)
+    assert all(config.ways_of(["x.b"], (64, 64)).values())
+    for shape in ((4096,), (2, 511)):
+        assert config.ways_of(["x.b"], shape) == dict.fromkeys(DIRECTIONS), "vectors, small ones"
+    replicas = QSDPConfig(gradients=None, replicas=NEAREST)
+    assert replicas.ways_of(["x"], (64, 64))["replicas"] == NEAREST
 
 
 def test_json_round_trip() -> None:
     """Every field, nested ones included; absent fields take their defaults."""
-    config = QSDPConfig(
-        weights=Quantizer(3, 64, "nearest", levels="learned", scale_dtype="bfloat16"),
-        gradients=Quantizer(2, 64, "nearest", levels=(0.0, 0.25, 0.75, 1.0)),
-        keep_full_precision=("*.a",),
-        overrides={"*.b": Override(None, Quantizer(4)), "*.c": "w2g32"},
-        level_schedule=LevelSchedule(3, 7, "gradient"),
-        intra_node=IntraNode(2, Quantizer(8)),
-        verify=True,
+    learned = Learned(
+        Quantizer(3, 64, "nearest", scale_dtype="bfloat16"), LevelSchedule(3, 7, "gradient")
     )
-    assert QSDPConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
-    config = QSDPConfig(
-        Quantizer(4, rounding="nearest"),
-        weight_mode="difference",
-        weight_memory=Quantizer(8, rounding="nearest"),
-        error_feedback=True,
-    )
-    assert QSDPConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    for config in (
+        QSDPConfig(
+            learned,
+            Quantizer(2, 64, "nearest", levels=(0.0, 0.25, 0.75, 1.0)),
+            {"*.b": Ways(None, Quantizer(4)), "*.c": "w2g32", "*.d": None},
+            ranks_per_node=2,
+            inside_node=Quantizer(8),
+            verify=True,
+        ),
+        QSDPConfig(Differences(NEAREST, kept=None), Feedback(learned), replicas=FED_BACK),
+        QSDPConfig(KEPT, FED_BACK, seed=7, min_numel=3),
+        QSDPConfig(None, None),
+    ):
+        assert QSDPConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
     assert QSDPConfig.from_json({}) == QSDPConfig()
     assert QSDPConfig.from_json({"preset": "w4g32"}) == QSDPConfig.preset("w4g32")
+    changed = QSDPConfig.from_json({"preset": "w4g32", "exceptions": {"*.wte.*": "w6g4"}})
+    assert changed == QSDPConfig.preset("w4g32").with_exceptions({"*.wte.*": "w6g4"})
 
 
 @pytest.mark.parametrize(
@@ -86,37 +145,37 @@ def test_json_round_trip() -> None:
         ({"weights": "w4"}, "weights must be a mapping"),
         ({"weights": {"bits": 9}}, r"Quantizer\(bits=...\) must be"),
         ({"preset": "w9g9"}, "unknown preset"),
-        ({"weight_mode": "delta"}, "must be one of value, difference, got 'delta'"),
-        ({"error_feedback": 1}, "must be True or False, got 1"),
-        ({"level_schedule": {"every": 0}}, "must be an integer of at least 1, got 0"),
-        ({"level_schedule": {"method": "x"}}, "must be one of kmeans, gradient, got 'x'"),
-        ({"level_schedule": 4}, "must be a qsdp.LevelSchedule"),
-        ({"intra_node": {"ranks": 2}, "error_feedback": True}, "does not go with two-level"),
-        ({"weight_memory": {"rounding": "nearest"}}, "is for weight_mode='difference'"),
+        ({"weights": {"differences": {}, "keep": None}}, "unknown field 'keep' of weights: beside"),
+        ({"weights": {"differences": {}, "kept": {}}}, "must have rounding='nearest', got 'shift'"),
+        ({"weights": {"differences": {}, "kept": 8}}, "weights.kept must be a mapping"),
+        ({"weights": {"learned": {}}}, 'must have rounding="nearest" and levels=None'),
+        ({"weights": {"feedback": {}}}, r"QSDPConfig\(weights=...\) must be a qsdp.Quantizer"),
         (
-            {"weight_mode": "difference", "weight_memory": {"rounding": "shift"}},
-            "must have rounding='nearest', got 'shift'",
+            {"weights": {"learned": {"rounding": "nearest"}, "schedule": {"every": 0}}},
+            "must be an integer of at least 1, got 0",
         ),
-        ({"weight_mode": "difference", "weight_memory": 8}, "must be a mapping"),
         (
-            {"all_reduce": {"rounding": "nearest", "levels": "learned"}},
-            'levels="learned" is not for all_reduce',
+            {"weights": {"learned": {"rounding": "nearest"}, "schedule": {"method": "x"}}},
+            "must be one of kmeans, gradient, got 'x'",
         ),
+        ({"gradients": {"feedback": 4}}, "gradients.feedback must be a mapping"),
+        ({"exceptions": {"*": {"weights": 4}}}, "weights must be a mapping"),
     ],
 )
 def test_bad_json_is_named(content: dict[str, object], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises((TypeError, ValueError), match=message) as raised:
         QSDPConfig.from_json(content)
+    assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("overrides", ["w4g4", {"*": 4}, {3: "w4g4"}, 7])
-def test_bad_overrides_are_named(overrides: object) -> None:
-    with pytest.raises(TypeError, match=r"QSDPConfig\(overrides=...\) must be a mapping"):
-        QSDPConfig(overrides=overrides)
+@pytest.mark.parametrize("exceptions", ["w4g4", {"*": 4}, {3: "w4g4"}, 7, [("*",)]])
+def test_bad_exceptions_are_named(exceptions: object) -> None:
+    with pytest.raises(TypeError, match=r"QSDPConfig\(exceptions=...\) must be a mapping"):
+        QSDPConfig(exceptions=exceptions)  # type: ignore[arg-type]
 
 
 def test_learned_levels_need_nearest() -> None:
-    with pytest.raises(ValueError, match='set rounding="nearest"'):
-        Quantizer(4, levels="learned")
-    with pytest.raises(ValueError, match='must be "learned" or numbers'):
-        Quantizer(4, rounding="nearest", levels="best")
+    with pytest.raises(ValueError, match='must have rounding="nearest" and levels=None'):
+        Learned(Quantizer(4))
+    with pytest.raises(ValueError, match=r"wrap the quantizer: qsdp.Learned"):
+        Quantizer(4, rounding="nearest", levels="learned")  # type: ignore[arg-type]
