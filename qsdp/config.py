@@ -25,6 +25,7 @@ from qsdp.ways import (
     require_kind,
     way_from_json,
     way_to_json,
+    ways_from_json,
 )
 
 FULL_PRECISION = 32
@@ -188,7 +189,7 @@ class QSDPConfig:
                 values[name] = way_from_json(values[name], name)
         if isinstance(values.get("exceptions"), Mapping):
             values["exceptions"] = {
-                pattern: Ways(*(way_from_json(ways.get(d), d) for d in ("weights", "gradients")))
+                pattern: ways_from_json(ways, f"exceptions[{pattern!r}]")
                 if isinstance(ways, Mapping)
                 else ways
                 for pattern, ways in values["exceptions"].items()

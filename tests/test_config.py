@@ -159,7 +159,11 @@ def test_json_round_trip() -> None:
             "must be one of kmeans, gradient, got 'x'",
         ),
         ({"gradients": {"feedback": 4}}, "gradients.feedback must be a mapping"),
-        ({"exceptions": {"*": {"weights": 4}}}, "weights must be a mapping"),
+        ({"exceptions": {"*": {"weights": 4}}}, "must have the fields weights and gradients"),
+        (
+            {"exceptions": {"*": {"weights": 4, "gradients": None}}},
+            r"'\*'\].weights must be a mapping",
+        ),
     ],
 )
 def test_bad_json_is_named(content: dict[str, object], message: str) -> None:
