@@ -8,14 +8,14 @@ it is summed after; codes that are forwarded are never quantized again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Generator
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from qsdp.buffers import pool
-from qsdp.exchange import NodeGroups, Stages, gather_rows, run, swap_rows
+from qsdp.exchange import NodeGroups, Stages, Transfers, gather_rows, run, swap_rows
 from qsdp.kernels.philox import derive_key
 from qsdp.quantizer import Quantizer
 from qsdp.rows import decode_rows, encode_rows, sum_rows, take_rows
@@ -33,7 +33,6 @@ def all_gather_quantized(
     quantizer: Quantizer | WireLayout,
     key: int = 0,
     nodes: NodeGroups | None = None,
-    then: Callable[[torch.Tensor], None] | None = None,
     async_op: bool = False,
     meter: CommMeter | None = None,
 ) -> dist.Work | None:
@@ -52,7 +51,6 @@ def all_gather_quantized(
             layout of one row.
         key: 64 bits for random rounding; draws also depend on the rank in ``group``.
         nodes: of ``group``, for two hops; the result is the same, bit for bit.
-        then: called with what was decoded, (num_ranks, numel), as the last step.
         async_op: return a Work whose ``wait`` decodes; ``input`` may be changed at once, ``output``
             must not be read before.
         meter: adds bytes and times to it.
@@ -64,7 +62,7 @@ def all_gather_quantized(
     layout = _layout_for(quantizer, input)
     _check_sizes(output, input, group.size(), "all_gather_quantized", gather=True)
     meter = meter or CommMeter()
-    stages = _gather_stages(output, input, group, nodes, layout, key, meter, then)
+    stages = gather_stages(output, input, group, nodes, layout, key, meter)
     return run(stages, async_op, meter, input.device)
 
 
@@ -168,17 +166,6 @@ def all_reduce_quantized(
     return run(stages, async_op, meter, tensor.device)
 
 
-def share_rows(
-    wire: torch.Tensor, group: dist.ProcessGroup, meter: CommMeter | None = None
-) -> None:
-    """All-gather encoded rows as they are: ``wire`` (num_ranks, row_bytes), own row filled in."""
-    meter, num_ranks = meter or CommMeter(), len(wire)
-    meter.count_rows(wire.shape[1], num_ranks, stock=0)
-    with meter.phase("network", wire.device):
-        for work in gather_rows(wire, group.rank(), group):
-            work.wait()
-
-
 def piece_layout(layout: WireLayout, num_ranks: int) -> WireLayout:
     """Layout of the row that one rank reduces: its piece of every segment of ``layout``."""
     pieces = (replace(s, numel=-(-s.numel // num_ranks)) for s in layout.segments)
@@ -201,7 +188,7 @@ def reduce_factors(op: ReduceOp, num_ranks: int) -> tuple[float, float]:
     raise ValueError(f"reduce_scatter_quantized takes op SUM, AVG or PREMUL_SUM(number), got {op}")
 
 
-def _gather_stages(
+def gather_stages(
     output: torch.Tensor,
     input: torch.Tensor,
     group: dist.ProcessGroup,
@@ -209,8 +196,13 @@ def _gather_stages(
     layout: WireLayout,
     key: int,
     meter: CommMeter,
-    then: Callable[[torch.Tensor], None] | None,
-) -> Stages:
+    mark: bool | torch.Tensor = False,
+) -> Generator[Transfers, None, torch.Tensor]:
+    """:func:`all_gather_quantized` as stages; returns the marks of all rows, if ``layout`` has any.
+
+    Args:
+        mark: of this rank's row.
+    """
     num_ranks, rank, device = group.size(), group.rank(), input.device
     senders = dist.get_process_group_ranks(group)
     stock = (num_ranks - 1) * input.numel() * input.element_size()
@@ -220,7 +212,8 @@ def _gather_stages(
     num_nodes = num_ranks // per_node
     own = rank if nodes is None else rank % per_node * num_nodes + rank // per_node
     with meter.phase("encode", device):
-        encode_rows(input.view(1, -1), layout, wire[own : own + 1], key=key, first_row=rank)
+        values, row = input.view(1, -1), wire[own : own + 1]
+        encode_rows(values, layout, row, key=key, first_row=rank, mark=mark)
     if nodes is None:
         meter.count_rows(layout.row_bytes, num_ranks, stock=stock)
         yield gather_rows(wire, rank, group)
@@ -233,10 +226,8 @@ def _gather_stages(
         yield gather_rows(columns.flatten(1), place, nodes.intra)
         wire = columns.transpose(0, 1).reshape(num_ranks, -1)
     with meter.phase("decode", device):
-        values = output.view(num_ranks, -1)
-        decode_rows(wire, layout, values, senders)
-        if then is not None:
-            then(values)
+        decode_rows(wire, layout, output.view(num_ranks, -1), senders)
+        return layout.marks(wire) if layout.mark else torch.zeros(0)
 
 
 def _reduce_stages(
@@ -337,9 +328,7 @@ def _all_reduce_stages(
     if forwarded is not None:
         forwarded += own
         own.copy_(forwarded.view(-1))
-    yield from _gather_stages(
-        rows.view(-1), own, group, None, pieces, derive_key(key, 1), meter, None
-    )
+    yield from gather_stages(rows.view(-1), own, group, None, pieces, derive_key(key, 1), meter)
     if forwarded is not None:
         forwarded -= rows[rank]
         _drop_what_is_not_finite(forwarded)

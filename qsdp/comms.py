@@ -13,10 +13,12 @@ from qsdp.collectives import (
     ReduceOp,
     all_gather_quantized,
     all_reduce_quantized,
+    gather_stages,
     piece_layout,
     reduce_scatter_quantized,
 )
-from qsdp.exchange import run
+from qsdp.exchange import Stages, gather_rows, run
+from qsdp.memory import KeptWeights
 from qsdp.param_group import AllGather, ParamGroup, ReduceScatter
 from qsdp.stats import CommMeter
 from qsdp.unit import Unit
@@ -97,37 +99,67 @@ class QuantizedAllGather(ObservedAllGather):
         # Another dtype: uint8 is a buffer that somebody else has packed.
         if group is not unit.handle.group or dtype not in VALUE_DTYPES:
             return super().__call__(output_tensor, input_tensor, group, async_op)
-        in_backward, device = unit.handle.in_backward, input_tensor.device
-        kept, values, then = unit.kept_weights(dtype), input_tensor, None
-        if kept is not None and not kept.started:
-            # Now, because the input may lie in the output.
-            values = first = input_tensor.clone()
-            layout, then = unit.raw_layout(numel, dtype), lambda rows: kept.start(rows, first)
-        elif kept is not None and in_backward:
-            rows = output_tensor.view(group.size(), numel)
-            with self.meter.phase("decode", device):
-                kept.read(rows)
-            self.meter.count_hops(0, 0, stock=rows[1:].nbytes)
-            return run(iter(()), async_op, self.meter, device)
-        else:
-            # In backward the weights must be those of the forward, tables included.
-            if unit.learns and not in_backward:
-                unit.learn("weights", unit.everything, values.view(1, -1), dtype)
-            layout = unit.gather_layout(numel, dtype)
-            if kept is not None:
-                with self.meter.phase("encode", device):
-                    values, then = kept.outgoing(input_tensor), kept.arrived
+        kept, in_backward = unit.kept_weights(dtype), unit.handle.in_backward
+        # In backward the weights must be those of the forward, tables included.
+        if unit.learns and not in_backward and (kept is None or kept.started):
+            unit.learn("weights", unit.everything, input_tensor.view(1, -1), dtype)
+        if kept is not None:
+            if kept.started and in_backward:
+                stages = self._again(kept, output_tensor)
+            else:
+                stages = self._differences(kept, output_tensor, input_tensor, group)
+            return run(stages, async_op, self.meter, input_tensor.device)
         return all_gather_quantized(
             output_tensor,
-            values,
+            input_tensor,
             group,
-            quantizer=layout,
+            quantizer=unit.gather_layout(numel, dtype),
             key=unit.weights_key,
             nodes=unit.nodes,
-            then=then,
             async_op=async_op,
             meter=self.meter,
         )
+
+    def _again(self, kept: KeptWeights, output: torch.Tensor) -> Stages:
+        """What was decoded last is still there: nothing moves."""
+        rows = output.view(kept.num_ranks, -1)
+        with self.meter.phase("decode", output.device):
+            kept.read(rows)
+        self.meter.count_hops(0, 0, stock=rows[1:].nbytes)
+        yield from ()
+
+    def _differences(
+        self,
+        kept: KeptWeights,
+        output: torch.Tensor,
+        values: torch.Tensor,
+        group: dist.ProcessGroup,
+    ) -> Stages:
+        """Gather what has changed, and rows that have changed by too much whole."""
+        unit, meter, device = self.unit, self.meter, output.device
+        rows, numel = output.view(kept.num_ranks, -1), values.numel()
+        if not kept.started:
+            values = values.clone()  # now, because it may lie in the output
+            layout = unit.raw_layout(numel, values.dtype)
+            yield from gather_stages(output, values, group, unit.nodes, layout, 0, meter)
+            with meter.phase("decode", device):
+                kept.start(rows, values)
+            return
+        layout = unit.gather_layout(numel, values.dtype)
+        with meter.phase("encode", device):
+            change, whole = kept.outgoing(values, unit.learner.reductions)
+        marks = yield from gather_stages(
+            output, change, group, unit.nodes, layout, unit.weights_key, meter, mark=whole
+        )
+        with meter.phase("decode", device):
+            kept.arrived(rows)
+        if marks.any():
+            with meter.phase("encode", device):
+                kept.renew(whole)
+            meter.count_rows(kept.layout.row_bytes, kept.num_ranks, stock=0)
+            yield gather_rows(kept.wire, kept.own, group)
+            with meter.phase("decode", device):
+                kept.read(rows)
 
 
 class QuantizedReduceScatter(ObservedReduceScatter):
@@ -149,7 +181,6 @@ class QuantizedReduceScatter(ObservedReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         unit, numel, dtype = self.unit, output_tensor.numel(), input_tensor.dtype
-        unit.learner.reductions += 1
         if dtype not in VALUE_DTYPES:
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
         indices = unit.reduced(numel)

@@ -74,15 +74,13 @@ def _install(unit: Unit) -> None:
     """Set the unit's comms; a direction that nothing is quantized in keeps FSDP2's own."""
     handle, config = unit.handle, unit.config
     handle.attach(unit)
+    handle.watch_reductions(unit.before_reduction)
     if config.weights is not None or unit.quantizes("weights"):
         handle.set_all_gather(QuantizedAllGather(unit))
-    # A learner counts reduce-scatters, also where those travel raw.
-    if config.gradients is not None or unit.quantizes("gradients") or unit.learns:
+    if config.gradients is not None or unit.quantizes("gradients"):
         handle.set_reduce_scatter(QuantizedReduceScatter(unit))
-        handle.watch_reductions(True)
     if config.replicas is not None:
         handle.set_all_reduce_hook(QuantizedAllReduce(unit))
-        handle.watch_reductions(True)
 
 
 def remove_qsdp(model: nn.Module) -> nn.Module:
@@ -99,7 +97,7 @@ def remove_qsdp(model: nn.Module) -> nn.Module:
             handle.set_reduce_scatter(scatter.stock)
         if isinstance(handle.all_reduce_hook, QuantizedAllReduce):
             handle.set_all_reduce_hook(None)
-        handle.watch_reductions(False)
+        handle.watch_reductions(None)
         handle.attach(None)
     return model
 

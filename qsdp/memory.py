@@ -6,16 +6,24 @@ of FSDP or of process groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from qsdp.buffers import pool
+from qsdp.quantizer import Quantizer
 from qsdp.rows import accumulate_rows, decode_rows, encode_rows
 from qsdp.wire import Segment, WireLayout, wire_layout
 
 _LOOK = 1024  # values of a row that nearly always tell whether it has changed
+# Of the error that a row has anyway, by being kept in few bits: what a change may add. Together
+# sqrt(1 + 0.3^2), less than a twentieth more.
+_TOLERANCE = 0.3
+_KEPT_STEPS = 255  # as for 8 bits, where weights are kept as they are gathered
+_LEAP = 0.3  # of a parameter's norm: no optimizer step changes it by so much
+_FASTER = 3.0  # than the step before: nor by so many times more
 
 
 @dataclass(frozen=True)
@@ -24,11 +32,23 @@ class Keeping:
 
     Attributes:
         segment: its format in memory.
-        differences: whether it travels as differences to what is kept, or as it is.
+        differences: of which format the differences are that it travels as; None where it travels
+            as it is.
     """
 
     segment: Segment
-    differences: bool
+    differences: Quantizer | None
+
+    @property
+    def limit(self) -> float:
+        """The largest change, as a share of the segment's norm, that differences are right for.
+
+        Errors of values of one shape are as their ranges over the number of steps.
+        """
+        assert self.differences is not None
+        kept = self.segment.quantizer
+        kept_steps = (1 << kept.bits) - 1 if kept is not None else _KEPT_STEPS
+        return _TOLERANCE * ((1 << self.differences.bits) - 1) / kept_steps
 
 
 class KeptWeights:
@@ -38,6 +58,9 @@ class KeptWeights:
     not add up. A row that has not changed since it was last sent travels as zeros and stays as it
     is: all micro-batches and validations of a step see the same weights. What is not finite counts
     as zero when differences are taken: a difference to it would never be finite again.
+
+    Few bits are right for the small changes of optimizer steps. After any other change (weights
+    loaded, averaged, made anew), a row is to travel whole once more: :meth:`outgoing` says so.
 
     Args:
         keeping: how each segment of a row is kept, in order.
@@ -55,8 +78,10 @@ class KeptWeights:
         device: torch.device,
     ) -> None:
         self.layout = wire_layout(tuple(k.segment for k in keeping), dtype)
-        self.own, self.started = own, False
-        spans = list(zip(self.layout.spans, (k.differences for k in keeping), strict=True))
+        self.num_ranks, self.own, self.started = num_ranks, own, False
+        spans = [(s, k.differences) for s, k in zip(self.layout.spans, keeping, strict=True)]
+        pairs = zip(self.layout.spans, keeping, strict=True)
+        self._limits = [(s.values, k.limit) for s, k in pairs if k.differences and s.segment.numel]
         self._as_is = _joined(span.values for span, differs in spans if not differs)
         self._differences = _joined(span.values for span, differs in spans if differs)
         # Kept as they are gathered: there is no code to accumulate into.
@@ -74,6 +99,9 @@ class KeptWeights:
             # Another one, because accumulating reads the one while it writes the other.
             self._spare = torch.empty_like(self.wire)
             self.sent = torch.zeros(self.layout.numel, dtype=dtype, device=device)
+            # Of each segment of differences its last change by training, as a share of its norm;
+            # then how many reductions there had been.
+            self.pace = torch.zeros(len(self._limits) + 1, dtype=torch.float64)
 
     def start(self, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Keep the weights themselves.
@@ -87,36 +115,61 @@ class KeptWeights:
         decode_rows(self.wire, self.layout, rows)
         self.started = True
 
-    def restart(self, known: torch.Tensor, sent: torch.Tensor) -> None:
+    def restart(self, known: torch.Tensor, sent: torch.Tensor, pace: torch.Tensor) -> None:
         """Take this rank's own row, encoded, and what it stood for, from a saved state.
 
         The rows of the other ranks are to be written to ``wire`` before the next gather.
         """
         self.wire[self.own].copy_(known)
         self.sent.copy_(sent)
+        self.pace.copy_(pace)
         self.started = True
 
     def read(self, rows: torch.Tensor) -> None:
         """Write the weights that are kept to ``rows`` (num_ranks, numel)."""
         decode_rows(self.wire, self.layout, rows)
 
-    def outgoing(self, values: torch.Tensor) -> torch.Tensor:
-        """What to send of this rank's ``values`` (numel,); what travels as it is, as it is."""
+    def outgoing(self, values: torch.Tensor, reductions: int) -> tuple[torch.Tensor, bool]:
+        """What to send of this rank's ``values`` (numel,), and whether they must travel whole too.
+
+        Args:
+            reductions: of gradients so far. Values that change without one between were not
+                changed by an optimizer.
+        """
         change = pool.take(values.numel(), values.dtype, values.device)
         decode_rows(self.wire[self.own : self.own + 1], self.layout, change.view(1, -1))
         _make_finite(change)
         torch.sub(values, change, out=change)
         # An infinity is equal to itself, but not known to the others.
-        if values.device.type == "cpu":
-            if torch.equal(values, self.sent) and change.isfinite().all():
-                change.zero_()
-        else:  # nothing waits for the answer
-            send = (values != self.sent).any() | ~change.isfinite().all()
-            change = torch.where(send, change, 0)
-        self.sent.copy_(values)
+        if torch.equal(values, self.sent) and bool(change.isfinite().all()):
+            change.zero_()
+            whole = False
+        else:
+            whole = self._is_too_much(change, values, reductions)
+            self.sent.copy_(values)
         for part in self._as_is:
             change[part] = values[part]
-        return change
+        return change, whole
+
+    def _is_too_much(self, change: torch.Tensor, values: torch.Tensor, reductions: int) -> bool:
+        """Whether ``change`` is not an optimizer's, and too large for its few bits."""
+        trained = reductions != int(self.pace[-1])
+        self.pace[-1] = reductions
+        too_much = False
+        for index, (part, limit) in enumerate(self._limits):
+            moved, norm = float(change[part].norm()), float(values[part].norm())
+            share, pace = moved / norm if norm else math.inf * moved, float(self.pace[index])
+            step = trained and share <= _LEAP and (not pace or share <= _FASTER * pace)
+            too_much |= share > limit and not step
+            if trained and 0 < share <= _LEAP:
+                self.pace[index] = share
+        return too_much
+
+    def renew(self, whole: bool) -> None:
+        """Put this rank's row into ``wire`` anew if it is to travel whole; the others' stay."""
+        if whole:
+            row = self.wire[self.own : self.own + 1]
+            encode_rows(self.sent.view(1, -1), self.layout, row, key=0)
 
     def arrived(self, rows: torch.Tensor) -> None:
         """Take what :meth:`outgoing` gave on all ranks: ``rows`` (num_ranks, numel) become weights.

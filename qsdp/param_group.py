@@ -7,6 +7,7 @@ where; the parameter group knows.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -175,28 +176,21 @@ class ParamGroup:
         """Free unsharded parameters, so that the next use gathers anew."""
         self.module.reshard()
 
-    def watch_reductions(self, watch: bool) -> None:
-        """Keep :attr:`reduced` up to date from now on, or stop."""
+    def watch_reductions(self, watcher: Callable[[tuple[int, ...]], None] | None) -> None:
+        """Call ``watcher`` before each reduction with the indices of its parameters; None: stop."""
         vars(self._group).pop("post_backward", None)
-        vars(self._group).pop("_qsdp_reduced", None)
-        if not watch:
+        if watcher is None:
             return
         group, own = self._group, self._group.post_backward
 
         def post_backward(*unused: Any) -> None:
             # FSDP2 takes the gradients off their parameters before it calls a comm.
-            vars(group)["_qsdp_reduced"] = tuple(
-                index for index, param in enumerate(group.fsdp_params) if _reduces(group, param)
-            )
+            reduced = tuple(i for i, p in enumerate(group.fsdp_params) if _reduces(group, p))
+            if reduced and group.reduce_grads:
+                watcher(reduced)
             own(*unused)
 
         vars(group)["post_backward"] = post_backward
-
-    @property
-    def reduced(self) -> tuple[int, ...]:
-        """Indices of the parameters in the reduction under way."""
-        found: tuple[int, ...] = vars(self._group).get("_qsdp_reduced", ())
-        return found
 
     @property
     def attachment(self) -> Any:

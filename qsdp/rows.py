@@ -23,15 +23,24 @@ def take_rows(num_rows: int, layout: WireLayout, device: torch.device) -> torch.
 
 
 def encode_rows(
-    values: torch.Tensor, layout: WireLayout, wire: torch.Tensor, *, key: int, first_row: int = 0
+    values: torch.Tensor,
+    layout: WireLayout,
+    wire: torch.Tensor,
+    *,
+    key: int,
+    first_row: int = 0,
+    mark: bool | torch.Tensor = False,
 ) -> None:
     """Encode ``values`` (num_rows, layout.numel) into ``wire`` (num_rows, layout.row_bytes).
 
     Args:
         key: 64 bits for random rounding.
         first_row: of the first row's draws; other rows, other draws.
+        mark: of all rows, where the layout has marks.
     """
     backend_for(values.device).encode(values, layout, wire, key=key, first_row=first_row)
+    if layout.mark:
+        layout.marks(wire).copy_(torch.as_tensor(mark))
     if layout.checksum:
         seal(wire)
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from qsdp.agreement import require_agreement
-from qsdp.collectives import piece_layout, share_rows
+from qsdp.collectives import piece_layout
+from qsdp.exchange import gather_rows
 from qsdp.fsdp import units_of
 from qsdp.levels import Learnable, LevelLearner, uniform_levels
 from qsdp.param_group import find_param_groups
@@ -124,6 +125,7 @@ def _own_state(unit: Unit) -> dict[str, torch.Tensor]:
     if kept is not None:
         own[f"kept.{unit.handle.path}"] = kept.wire[kept.own].clone()
         own[f"sent.{unit.handle.path}"] = kept.sent.clone()
+        own[f"pace.{unit.handle.path}"] = kept.pace.clone()
     known = {
         f"{kind}.{name}": residual
         for kind, residuals in _residuals(unit).items()
@@ -137,8 +139,9 @@ def _own_state(unit: Unit) -> dict[str, torch.Tensor]:
 def _load_own(unit: Unit, state: Mapping[str, torch.Tensor]) -> None:
     kept, path, suffix = unit.kept_weights(), unit.handle.path, f".rank{dist.get_rank()}"
     if kept is not None and int(state[f"progress.{path}"][1]):
-        kept.restart(state[f"kept.{path}{suffix}"], state[f"sent.{path}{suffix}"])
-        share_rows(kept.wire, unit.handle.group)
+        kept.restart(*(state[f"{name}.{path}{suffix}"] for name in ("kept", "sent", "pace")))
+        for work in gather_rows(kept.wire, kept.own, unit.handle.group):
+            work.wait()
     for kind, residuals in _residuals(unit).items():
         names = [name for name in _residual_shapes(unit) if name.startswith(f"{kind}.")]
         device = unit.handle.device

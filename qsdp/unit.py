@@ -50,6 +50,7 @@ class Unit:
         # Equal on all replicas of a shard: they must agree on the bits of the final gather.
         own_shard = handle.group.rank()
         self.replicas_key = derive_key(config.seed, _REPLICAS, handle.index, own_shard)
+        self._reduced: tuple[int, ...] = ()
         self._kept: KeptWeights | None = None
         self._layouts: dict[tuple[Direction, tuple[int, ...], torch.dtype], WireLayout] = {}
 
@@ -93,7 +94,8 @@ class Unit:
         if key not in self._layouts:
             sizes = self.handle.shard_numels
             segments = tuple(Segment(sizes[i], self.quantizer(direction, i)) for i in indices)
-            self._layouts[key] = wire_layout(segments, dtype, self.config.verify)
+            mark = direction == "weights" and self.gathers_differences
+            self._layouts[key] = wire_layout(segments, dtype, self.config.verify, mark)
         return self._layouts[key]
 
     def gather_layout(self, numel: int, dtype: torch.dtype) -> WireLayout:
@@ -102,9 +104,19 @@ class Unit:
         assert layout.numel == numel, f"FSDP sends {numel} values, not {layout.numel}"
         return layout
 
+    @property
+    def gathers_differences(self) -> bool:
+        """Whether a parameter's weights travel as differences."""
+        return any(isinstance(ways["weights"], Differences) for ways in self.ways)
+
     def raw_layout(self, numel: int, dtype: torch.dtype) -> WireLayout:
         """Layout of as many values in full precision."""
         return wire_layout((Segment(numel),), dtype, self.config.verify)
+
+    def before_reduction(self, indices: tuple[int, ...]) -> None:
+        """Take note of the parameters whose gradients are about to be reduced."""
+        self._reduced = indices
+        self.learner.reductions += 1
 
     def reduced(self, numel: int) -> tuple[int, ...] | None:
         """Indices of the parameters whose gradients are being reduced.
@@ -112,11 +124,11 @@ class Unit:
         Args:
             numel: of one rank's part of them.
 
-        None, with a warning, where FSDP2 reduces something else than it said.
+        None, with a warning, where FSDP2 reduces something else than was seen.
         """
-        indices, sizes = self.handle.reduced, self.handle.shard_numels
-        if sum(sizes[i] for i in indices) == numel:
-            return indices
+        sizes = self.handle.shard_numels
+        if sum(sizes[i] for i in self._reduced) == numel:
+            return self._reduced
         warnings.warn(
             f"qsdp: gradients of module {self.handle.path} travel in full precision: FSDP2 reduces "
             f"{numel} values a rank, which are not those of the parameters with a gradient",
@@ -149,7 +161,7 @@ class Unit:
             dtype: that FSDP2 gathers; None for what it is going to gather.
         """
         dtype = self.handle.gather_dtype if dtype is None else dtype
-        if not any(isinstance(ways["weights"], Differences) for ways in self.ways):
+        if not self.gathers_differences:
             return None
         if self._kept is None or self._kept.layout.dtype != dtype:
             sizes, group = self.handle.shard_numels, self.handle.group
@@ -193,5 +205,5 @@ class Unit:
 def _keeping(way: Way, numel: int) -> Keeping:
     """What travels as differences is kept as its way says, all else as it is gathered."""
     if isinstance(way, Differences):
-        return Keeping(Segment(numel, way.kept), differences=True)
-    return Keeping(Segment(numel), differences=False)
+        return Keeping(Segment(numel, way.kept), differences=way.quantizer)
+    return Keeping(Segment(numel), differences=None)

@@ -7,7 +7,7 @@ all ranks compute the same layout, and this file is the only place that knows it
     row = scales and offsets of all quantized segments, block after block
         | bytes of all full-precision segments
         | packed codes of all quantized segments, block after block
-        | zeros up to a multiple of ROW_ALIGNMENT | an int64 checksum, if asked for
+        | zeros up to a multiple of ROW_ALIGNMENT | an int64 mark | an int64 checksum, if asked for
 
 Codes of one block are packed as bit planes of 4, 2 and 1 bits (a whole byte at 8 bits), lowest bits
 first, each plane padded to a byte: 3 bits = a 2-bit and a 1-bit plane, 7 bits = 4 + 2 + 1. Inside a
@@ -29,7 +29,7 @@ from qsdp.quantizer import Quantizer
 
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what can be encoded
 ROW_ALIGNMENT = 8
-CHECKSUM_BYTES = 8
+MARK_BYTES = CHECKSUM_BYTES = 8
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as int64
 META_ALIGNMENT = 4
 
@@ -123,6 +123,7 @@ class WireLayout:
         payload_bytes: the same without the padding and the checksum at the end, which ``encode``
             leaves zero.
         checksum: whether the row ends with a checksum.
+        mark: whether it holds a number beside its values, for whoever sends it to say something.
     """
 
     spans: tuple[Span, ...]
@@ -131,6 +132,7 @@ class WireLayout:
     row_bytes: int
     payload_bytes: int
     checksum: bool = False
+    mark: bool = False
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -150,6 +152,12 @@ class WireLayout:
         meta: torch.Tensor = part.unflatten(1, (segment.num_blocks, segment.meta_numbers))
         return meta
 
+    def marks(self, wire: torch.Tensor) -> torch.Tensor:
+        """View: (num_rows,) int64, zero unless the sender has written something."""
+        end = self.row_bytes - CHECKSUM_BYTES * self.checksum
+        mark: torch.Tensor = wire[:, end - MARK_BYTES : end].view(torch.int64)[:, 0]
+        return mark
+
     def codes(self, wire: torch.Tensor, span: Span) -> torch.Tensor:
         """View: (num_rows, bytes) uint8, the packed codes of the segment."""
         return wire[:, span.data_offset : span.data_offset + span.segment.code_bytes]
@@ -165,7 +173,7 @@ class WireLayout:
 
 @lru_cache(maxsize=1024)
 def wire_layout(
-    segments: tuple[Segment, ...], dtype: torch.dtype, checksum: bool = False
+    segments: tuple[Segment, ...], dtype: torch.dtype, checksum: bool = False, mark: bool = False
 ) -> WireLayout:
     """Lay out ``segments``, in this order, for values of ``dtype``. Pure and cached."""
     quantized = [s for s in segments if s.quantizer is not None]
@@ -182,8 +190,9 @@ def wire_layout(
             meta_at += segment.meta_bytes
             codes_at += segment.code_bytes
         value_at += segment.numel
-    row_bytes = -(-codes_at // ROW_ALIGNMENT) * ROW_ALIGNMENT + (CHECKSUM_BYTES if checksum else 0)
-    return WireLayout(tuple(spans), dtype, value_at, row_bytes, codes_at, checksum)
+    row_bytes = -(-codes_at // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    row_bytes += MARK_BYTES * mark + CHECKSUM_BYTES * checksum
+    return WireLayout(tuple(spans), dtype, value_at, row_bytes, codes_at, checksum, mark)
 
 
 def tensor_layout(
