@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from qsdp.buffers import pool
-from qsdp.exchange import NodeGroups, Stages, Transfers, gather_rows, run, swap_rows
+from qsdp.exchange import NodeGroups, Stages, Transfers, gather_in_hops, run, swap_rows
 from qsdp.kernels.philox import derive_key
 from qsdp.quantizer import Quantizer
 from qsdp.rows import decode_rows, encode_rows, sum_rows, take_rows
@@ -204,28 +204,13 @@ def gather_stages(
         mark: of this rank's row.
     """
     num_ranks, rank, device = group.size(), group.rank(), input.device
-    senders = dist.get_process_group_ranks(group)
-    stock = (num_ranks - 1) * input.numel() * input.element_size()
     wire = take_rows(num_ranks, layout, device)
-    # Two hops order the wire by places in a node, then by nodes, so that both hops move whole rows.
-    per_node = 1 if nodes is None else nodes.ranks_per_node
-    num_nodes = num_ranks // per_node
-    own = rank if nodes is None else rank % per_node * num_nodes + rank // per_node
     with meter.phase("encode", device):
-        values, row = input.view(1, -1), wire[own : own + 1]
+        values, row = input.view(1, -1), wire[rank : rank + 1]
         encode_rows(values, layout, row, key=key, first_row=rank, mark=mark)
-    if nodes is None:
-        meter.count_rows(layout.row_bytes, num_ranks, stock=stock)
-        yield gather_rows(wire, rank, group)
-    else:
-        between, inside = num_nodes - 1, (per_node - 1) * num_nodes
-        meter.count_hops(between * layout.row_bytes, inside * layout.row_bytes, stock=stock)
-        columns = wire.view(per_node, num_nodes, -1)
-        node, place = divmod(rank, per_node)
-        yield gather_rows(columns[place], node, nodes.inter)
-        yield gather_rows(columns.flatten(1), place, nodes.intra)
-        wire = columns.transpose(0, 1).reshape(num_ranks, -1)
+    yield from gather_in_hops(wire, group, nodes, meter, stock=(num_ranks - 1) * input.nbytes)
     with meter.phase("decode", device):
+        senders = dist.get_process_group_ranks(group)
         decode_rows(wire, layout, output.view(num_ranks, -1), senders)
         return layout.marks(wire) if layout.mark else torch.zeros(0)
 

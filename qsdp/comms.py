@@ -17,7 +17,7 @@ from qsdp.collectives import (
     piece_layout,
     reduce_scatter_quantized,
 )
-from qsdp.exchange import Stages, gather_rows, run
+from qsdp.exchange import Stages, gather_in_hops, run
 from qsdp.memory import KeptWeights
 from qsdp.param_group import AllGather, ParamGroup, ReduceScatter
 from qsdp.stats import CommMeter
@@ -156,8 +156,7 @@ class QuantizedAllGather(ObservedAllGather):
         if marks.any():
             with meter.phase("encode", device):
                 kept.renew(whole)
-            meter.count_rows(kept.layout.row_bytes, kept.num_ranks, stock=0)
-            yield gather_rows(kept.wire, kept.own, group)
+            yield from gather_in_hops(kept.wire, group, unit.nodes, meter, stock=0)
             with meter.phase("decode", device):
                 kept.read(rows)
 

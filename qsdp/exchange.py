@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
+from qsdp.buffers import pool
 from qsdp.stats import CommMeter
 
 Transfers = list[dist.Work]
@@ -128,6 +129,36 @@ def gather_rows(wire: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Tran
     # gloo's all-gather moves a third of what its point-to-point transfers of the same bytes do
     # (docs/design.md, "Transport").
     return _swap_with_all(wire, wire[rank].expand_as(wire), rank, group, tag=0)
+
+
+def gather_in_hops(
+    wire: torch.Tensor,
+    group: dist.ProcessGroup,
+    nodes: NodeGroups | None,
+    meter: CommMeter,
+    stock: int,
+) -> Stages:
+    """All-gather the rows of ``wire`` in place, in one hop, or between nodes and then inside.
+
+    Args:
+        wire: (num_ranks, row_bytes) uint8, contiguous, by ranks; this rank's own row is filled in.
+        meter: counts it, beside the ``stock`` bytes that FSDP2 would have sent.
+    """
+    (num_ranks, row_bytes), rank = wire.shape, group.rank()
+    if nodes is None:
+        meter.count_rows(row_bytes, num_ranks, stock=stock)
+        yield gather_rows(wire, rank, group)
+        return
+    per_node, num_nodes = nodes.ranks_per_node, nodes.num_nodes
+    between, inside = (num_nodes - 1) * row_bytes, (per_node - 1) * num_nodes * row_bytes
+    meter.count_hops(between, inside, stock=stock)
+    node, place = divmod(rank, per_node)
+    # By places in a node, then by nodes, so that both hops move rows that lie together.
+    columns = pool.take(wire.numel(), torch.uint8, wire.device).view(per_node, num_nodes, -1)
+    columns[place, node].copy_(wire[rank])
+    yield gather_rows(columns[place], node, nodes.inter)
+    yield gather_rows(columns.flatten(1), place, nodes.intra)
+    wire.view(num_nodes, per_node, -1).copy_(columns.transpose(0, 1))
 
 
 def swap_rows(

@@ -28,7 +28,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.tensor import DTensor
 
 import qsdp
-from qsdp import Differences, QSDPConfig, Quantizer
+from qsdp import Differences, Feedback, QSDPConfig, Quantizer
 from qsdp.kernels import reference
 from qsdp.wire import Segment, tensor_layout, wire_layout
 
@@ -647,7 +647,7 @@ def four_case_two_level(rank: int) -> None:
     for name, intra in (("flat", None), ("two-level", 2)):
         model = qsdp.apply_qsdp(build(), replace(difference, ranks_per_node=intra))
         parameters = [p.to_local() for p in model.parameters()]
-        for change in (0.0, 0.01):
+        for change in (0.0, 0.003):
             with torch.no_grad():
                 for parameter in parameters:
                     parameter.mul_(1 + change * parameter)
@@ -716,6 +716,67 @@ def four_case_hsdp(rank: int) -> None:
         m.load_state_dict(stock.state_dict())
     assert train(fresh, rank, 2) == train(both, rank, 2), "FSDP2's own all-reduce is back"
     raises_everywhere(lambda: qsdp.apply_qsdp(build(), config), "has no replicas")
+
+
+def four_case_hsdp_keeps_its_promises(rank: int) -> None:
+    """With a quantized all-reduce: backward's weights are forward's, evaluations do not drift,
+    parameters are masters, gradients are None until they are reduced, and hooks run as in stock.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for weights in (Quantizer(4), Differences(Quantizer(4, rounding="nearest"))):
+        replicas = Feedback(Quantizer(8, rounding="nearest"))
+        config = QSDPConfig(weights, Quantizer(8, rounding="stochastic"), replicas=replicas)
+        model = qsdp.apply_qsdp(build(mesh=mesh), config)
+        seen: list[torch.Tensor] = []
+        up = model.blocks[0].up
+        up.register_forward_hook(lambda m, *_, seen=seen: seen.append(m.weight.detach().clone()))
+        up.register_full_backward_pre_hook(
+            lambda m, _, seen=seen: seen.append(m.weight.detach().clone())
+        )
+        loss_of(model, batch(rank, 0)).backward()
+        for _ in range(20):
+            with torch.no_grad():
+                loss_of(model, batch(rank, 1))
+        assert len(seen) == 22 and all(torch.equal(seen[0], other) for other in seen[1:])
+        model.reshard()
+        before = shards(model)
+        assert all(isinstance(p, DTensor) for block in model.blocks for p in block.parameters())
+        assert equal(before, shards(build(mesh=mesh))), "masters"
+
+    counts, losses = {}, {}
+    for name in ("stock", "qsdp"):
+        model = build(mesh=mesh)
+        if name == "qsdp":
+            qsdp.apply_qsdp(model, QSDPConfig(replicas=Quantizer(8, rounding="stochastic")))
+        steps: list[str] = []
+        for key, parameter in model.named_parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.01)
+
+            def step(
+                p: nn.Parameter,
+                key: str = key,
+                optimizer: Any = optimizer,
+                steps: list[str] = steps,
+            ) -> None:
+                assert p.grad is not None
+                steps.append(key)
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+        losses[name] = []
+        for first in range(3):
+            for micro in range(3):
+                model.set_requires_all_reduce(micro == 2)
+                before = shards(model)
+                losses[name].append(loss_of(model, batch(rank, 3 * first + micro)))
+                losses[name][-1].backward()
+                assert equal(before, shards(model)) == (micro < 2), "an extra step"
+                assert all(p.grad is None for p in model.parameters())
+        counts[name] = sorted(steps)
+    assert counts["stock"] == counts["qsdp"]
+    for ours, stock in zip(losses["qsdp"], losses["stock"], strict=True):
+        assert abs(ours / stock - 1) < 0.02
 
 
 CASES = {name: fn for name, fn in list(globals().items()) if name.startswith("case_")}
