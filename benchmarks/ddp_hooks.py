@@ -41,7 +41,8 @@ POWER_SGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 10}
 def quantized(bits: int, *, feedback: bool = False, **fields: object) -> Callable[..., None]:
     def register(model: DistributedDataParallel) -> None:
         quantizer = qsdp.Quantizer(bits, rounding="stochastic", **fields)
-        config = qsdp.QSDPConfig(weights=None, gradients=quantizer, error_feedback=feedback)
+        gradients = qsdp.Feedback(quantizer) if feedback else quantizer
+        config = qsdp.QSDPConfig(weights=None, gradients=gradients)
         model.register_comm_hook(qsdp.QuantizedDDPState(model, config), qsdp.quantized_ddp_hook)
 
     return register

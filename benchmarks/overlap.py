@@ -1,6 +1,6 @@
 """Does it pay on CPU to gather the next block's weights while this block computes?
 
-    python benchmarks/overlap.py [--mbit 200] [--rounds 9]      needs root, as `qsdp bench network`
+    python -m benchmarks.overlap [--mbit 200] [--rounds 9]      needs root, as benchmarks.network
 
 FSDP2 has no streams on CPU: by default a gather ends before the block that it is for begins.
 `_set_unshard_async_op` with explicit prefetching starts it one block earlier. Two hosts of one rank
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import qsdp
-from qsdp.bench.hosts import Hosts
+from benchmarks.network.hosts import Hosts
 
 SHAPE = {"n_embd": 320, "n_layer": 6, "n_head": 5, "n_positions": 128, "vocab_size": 2048}
 NO_WARNINGS = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
@@ -38,7 +38,7 @@ def build(comm: str, *, overlap: bool) -> nn.Module:
     for block in blocks:
         fully_shard(block)
     fully_shard(model)
-    qsdp.apply_qsdp(model, qsdp.QSDPConfig.preset(comm))
+    qsdp.apply_qsdp(model, comm)
     if overlap:
         model._set_unshard_async_op(True)
         for block, following in zip(blocks, blocks[1:], strict=False):
@@ -110,7 +110,7 @@ def main() -> int:
                         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
                         *("--node-rank", str(host), "--nproc-per-node", "1"),
                         *("--master-addr", hosts.address(0), "--master-port", "29400"),
-                        *(__file__, "--rank", "--rounds", str(options.rounds)),
+                        *("-m", "benchmarks.overlap", "--rank", "--rounds", str(options.rounds)),
                     ],
                 ),
                 env=environment,

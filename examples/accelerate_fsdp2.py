@@ -35,7 +35,7 @@ def train(comm: str, steps: int = 30) -> dict[str, object]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     if comm != "stock":
-        qsdp.apply_qsdp(model, qsdp.QSDPConfig.preset(comm))
+        qsdp.apply_qsdp(model, comm)
     text = torch.tensor(list(Path(__file__).read_bytes()))
     generator = torch.Generator().manual_seed(accelerator.process_index)
     losses = []

@@ -4,7 +4,6 @@ torchrun --nproc-per-node 2 examples/ddp.py --comm w32g8
 """
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,7 +21,9 @@ def train(comm: str, steps: int = 30) -> dict[str, object]:
     model = DistributedDataParallel(Model())
     state = None
     if comm != "stock":
-        config = replace(qsdp.QSDPConfig.preset(comm), error_feedback=True)
+        gradients = qsdp.QSDPConfig.preset(comm).gradients
+        feedback = None if gradients is None else qsdp.Feedback(gradients)
+        config = qsdp.QSDPConfig(weights=None, gradients=feedback)
         state = qsdp.QuantizedDDPState(model, config, warmup_steps=2)
         model.register_comm_hook(state, qsdp.quantized_ddp_hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

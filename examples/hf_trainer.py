@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from qsdp import QSDPConfig
 from qsdp.integrations.transformers import QSDPCallback
 
 
@@ -46,7 +45,7 @@ def train(comm: str, steps: int = 30) -> dict[str, object]:
                 use_cpu=not torch.accelerator.is_available(),
             ),
             train_dataset=[{"input_ids": window, "labels": window} for window in windows],
-            callbacks=[] if comm == "stock" else [QSDPCallback(QSDPConfig.preset(comm))],
+            callbacks=[] if comm == "stock" else [QSDPCallback(comm)],
         )
         trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]

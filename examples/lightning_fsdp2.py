@@ -29,7 +29,7 @@ class Module(L.LightningModule):
         for block in self.model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
-        # Without the callback: qsdp.apply_qsdp(self.model, qsdp.QSDPConfig.preset("w8g8"))
+        # Without the callback: qsdp.apply_qsdp(self.model, "w8g8")
 
     def training_step(self, ids: torch.Tensor, index: int) -> torch.Tensor:
         loss = self.model(ids)
@@ -48,7 +48,7 @@ def train(comm: str, steps: int = 30) -> dict[str, object]:
         accelerator="auto",
         devices=2,
         strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-        callbacks=[] if comm == "stock" else [QSDPCallback(qsdp.QSDPConfig.preset(comm))],
+        callbacks=[] if comm == "stock" else [QSDPCallback(comm)],
         max_steps=steps,
         log_every_n_steps=1,
         enable_checkpointing=False,

@@ -43,7 +43,7 @@ def train(comm: str, steps: int = 30) -> dict[str, object]:
         fully_shard(block)
     fully_shard(model)
     if comm != "stock":
-        qsdp.apply_qsdp(model, qsdp.QSDPConfig.preset(comm))  # after the last fully_shard
+        qsdp.apply_qsdp(model, comm)  # after the last fully_shard
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []

@@ -7,15 +7,14 @@ With torchtitan 0.3 a configuration function does it, in the module that `--modu
 
     def llama3_debugmodel_w8g8() -> Trainer.Config:
         config = llama3_debugmodel()
-        config.model_spec = quantized_spec(config.model_spec, QSDPConfig.preset("w8g8"))
+        config.model_spec = quantized_spec(config.model_spec, "w8g8")
         return config
 """
 
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
-from qsdp import QSDPConfig
 from qsdp.integrations.torchtitan import quantized_spec
 
 for comm in ("w8g8", "w4g4"):
-    spec = quantized_spec(get_train_spec("llama3"), QSDPConfig.preset(comm))
+    spec = quantized_spec(get_train_spec("llama3"), comm)
     register_train_spec(f"llama3_{comm}", spec)

@@ -19,13 +19,18 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import qsdp
-from qsdp import QSDPConfig
+from qsdp import Differences, Feedback, Learned, LevelSchedule, QSDPConfig, Quantizer
 from qsdp.trainer import checkpoint
 
 pytestmark = pytest.mark.ranks
 
 GROUP_TIMEOUT_S = 20
 WIDTH = 96
+NEAREST = Quantizer(4, rounding="nearest")
+CONFIG = QSDPConfig(
+    weights=Differences(NEAREST),
+    gradients=Feedback(Learned(NEAREST, LevelSchedule(first_step=1, every=2))),
+)
 
 
 def sharded_run(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -34,7 +39,7 @@ def sharded_run(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
     fully_shard(model[0])
     fully_shard(model)
-    qsdp.apply_qsdp(model, QSDPConfig.preset("w4g4"))
+    qsdp.apply_qsdp(model, CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
         x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
@@ -49,8 +54,9 @@ def shapes(model: nn.Module) -> dict[str, list[int]]:
 
 
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Path:
-    description = checkpoint.Description(step, 1.0, {}, shapes(model), "abc", [{}, {}], 2, {}, {})
-    return checkpoint.save_checkpoint(folder, model, optimizer, description, keep=9)
+    description = checkpoint.Description(step, 1.0, {}, shapes(model), "abc", [{}, {}], 2)
+    comm = qsdp.comm_state_dict(model)
+    return checkpoint.save_checkpoint(folder, model, optimizer, description, keep=9, comm=comm)
 
 
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -69,7 +75,8 @@ def save_until_killed(rank: int, folder: Path, told: Connection) -> None:
     )
     model, optimizer = sharded_run(steps=3)
     save(folder, model, optimizer, 1)
-    told.send(full_weights(model))
+    told.send((full_weights(model), qsdp.comm_state_dict(model)))
+    check_loads_on_as_many_ranks(folder / "step-00000001")
 
     # A file size limit gives the error of a full disk in the middle of a write, on one rank.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -128,7 +135,7 @@ def test_full_disk_and_killed_rank_leave_the_checkpoints_before() -> None:
         assert "File too large" in failures[0] and failures[0] == failures[1]
         found = checkpoint.complete_checkpoints(folder)
         assert [path.name for path in found] == ["step-00000001", "step-00000003"]
-        check_loads_on_one_rank(folder, found[-1], saved[0])
+        check_loads_on_one_rank(folder, found[-1], *saved[0])
 
 
 def ask(pipe: Connection) -> object:
@@ -136,7 +143,25 @@ def ask(pipe: Connection) -> object:
     return pipe.recv()
 
 
-def check_loads_on_one_rank(folder: Path, path: Path, saved: dict[str, torch.Tensor]) -> None:
+def check_loads_on_as_many_ranks(path: Path) -> None:
+    """A model of other weights and another history comes to what was saved, bit for bit."""
+    whole, _ = sharded_run(steps=3)
+    model, optimizer = sharded_run(steps=1)
+    description = checkpoint.load_checkpoint(
+        path, model, optimizer, parameters=shapes(model), tokenizer="abc"
+    )
+    comm = checkpoint.load_comm(path, description, qsdp.comm_state_dict(model))
+    qsdp.load_comm_state_dict(model, comm)
+    expected, found = qsdp.comm_state_dict(whole), qsdp.comm_state_dict(model)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    x = torch.ones(1, WIDTH)
+    assert torch.equal(model(x), whole(x))
+
+
+def check_loads_on_one_rank(
+    folder: Path, path: Path, saved: dict[str, torch.Tensor], comm: dict[str, torch.Tensor]
+) -> None:
     store = folder / "lone"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     try:
@@ -150,5 +175,14 @@ def check_loads_on_one_rank(folder: Path, path: Path, saved: dict[str, torch.Ten
         assert all(torch.equal(loaded[name], saved[name]) for name in saved)
         moments = [state["exp_avg"].full_tensor() for state in optimizer.state.values()]
         assert len(moments) == 4 and all(moment.abs().sum() > 0 for moment in moments)
+        state = checkpoint.load_comm(path, description, qsdp.comm_state_dict(model))
+        shared = {name for name in comm if not name.endswith(".rank0")}
+        assert state.keys() == shared and len(shared) < len(comm)
+        assert all(torch.equal(state[name], comm[name]) for name in shared)
+        with pytest.warns(UserWarning, match="saved by 2 ranks and here are 1"):
+            qsdp.load_comm_state_dict(model, state)
+        found = qsdp.comm_state_dict(model)
+        levels = [name for name in shared if name.startswith(("levels.", "learned_at."))]
+        assert len(levels) == 4 and all(torch.equal(found[n], comm[n]) for n in levels)
     finally:
         dist.destroy_process_group()

@@ -23,7 +23,7 @@ def step_record(step, *, sent=1000, step_s=0.5, loss=None):
     return {
         "step": step, "loss": 8 / math.sqrt(step) if loss is None else loss, "lr": 1e-3,
         "grad_norm": 1.0, "tokens_per_s": 100.0, "step_s": step_s, "compute_s": step_s - 0.2,
-        "encode_s": 0.05, "decode_s": 0.05, "network_s": 0.1, "sent": sent, "received": sent,
+        "encode_s": 0.05, "decode_s": 0.05, "network_s": 0.1, "sent": sent,
         "stock_sent": 4000, "elapsed_s": step * step_s,
     }  # fmt: skip
 

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("rich", reason="needs pip install 'qsdp[train]'")
 
+from qsdp import QSDPConfig
 from qsdp.cli import main
 from qsdp.sweep import command
 from qsdp.sweep.spec import read_sweep
@@ -155,6 +156,16 @@ def test_bad_specs_are_one_line(
     assert main(["sweep", str(path), "--out", str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["paper-grid", "techniques"])
+def test_sweeps_of_the_repository_are_configurations(name: str) -> None:
+    folder = Path(__file__).parent.parent / "benchmarks" / "quality"
+    for case in read_sweep(folder / f"{name}.json").cases:
+        if isinstance(case.comm, str):
+            QSDPConfig.preset(case.comm)
+        else:
+            QSDPConfig.from_json(case.comm)
 
 
 def test_unknown_case_and_nothing_to_report(

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs pip install 'qsdp[train]'")
 
-from qsdp import Quantizer
+from qsdp import Learned, QSDPConfig, Quantizer, Ways
 from qsdp.cli import main
 from qsdp.tune.allocate import (
     WIDTHS,
@@ -20,6 +20,7 @@ from qsdp.tune.allocate import (
     within_budget,
     within_harm,
 )
+from qsdp.tune.command import _base, _config, _follows
 from qsdp.tune.measure import relative_error
 
 
@@ -57,6 +58,22 @@ def test_base_must_send_values(tmp_path: Path, capsys: pytest.CaptureFixture[str
     arguments = ["tune", str(tmp_path), "--out", str(tmp_path / "out.json"), "--base", "w4g4"]
     assert main(arguments) != 0
     assert "--base must send weights as values" in capsys.readouterr().err
+
+
+def test_chosen_widths_become_exceptions() -> None:
+    """In front of those of the base, each as the base sends it but for its bits."""
+    learned = Learned(Quantizer(4, rounding="nearest"))
+    base = QSDPConfig(weights=learned, gradients=None, exceptions={"*.b": None}, seed=3)
+    found = QSDPConfig.from_json(_config(base, {"weights": {"x.a": 7}}))
+    wide = Learned(Quantizer(7, rounding="nearest"))
+    assert found.exceptions == (("x.a", Ways(wide, None)), ("*.b", Ways(None, None)))
+    assert (found.weights, found.gradients, found.seed) == (learned, None, 3)
+    matrix, vector = (torch.nn.Parameter(torch.empty(shape)) for shape in ((64, 64), (4096,)))
+    assert _follows(base, "x.a", matrix)
+    assert not _follows(base, "x.b", matrix) and not _follows(base, "x.a", vector)
+    default = _base(None)
+    assert default.weights == Quantizer(4, rounding="nearest")
+    assert default.gradients == QSDPConfig.preset("w4g4").gradients
 
 
 def test_sensitive_parameters_get_more_bits() -> None:

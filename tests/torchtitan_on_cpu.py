@@ -65,9 +65,9 @@ def train(comm: str, folder: Path, steps: int) -> dict[str, object]:
     if comm in ("stock", "w32g32"):
         spec = replace(spec, parallelize_fn=summing(spec.parallelize_fn))
     if comm == "raw":
-        spec = quantized_spec(spec, qsdp.QSDPConfig(keep_full_precision=("*",)))
+        spec = quantized_spec(spec, qsdp.QSDPConfig(exceptions={"*": None}))
     elif comm != "stock":
-        spec = quantized_spec(spec, qsdp.QSDPConfig.preset(comm))
+        spec = quantized_spec(spec, comm)
     train_spec.register_train_spec(name, spec)
     config = JobConfig()
     config.model.name, config.model.flavor = name, "debugmodel"

@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from qsdp import Quantizer
-from qsdp.levels import BINS, best_levels, spread_out
+from qsdp import Learned, Quantizer, decode, encode
+from qsdp.levels import _histogram, best_levels, spread_out
 from qsdp.trainer.checkpoint import complete_checkpoints
 from qsdp.trainer.command import read_config
 from qsdp.trainer.evaluate import token_losses
@@ -37,30 +37,25 @@ TECHNIQUES = {
     "nearest": Quantizer(rounding="nearest"),
     "shift": Quantizer(rounding="shift"),
     "stochastic": Quantizer(rounding="stochastic"),
-    "learned": Quantizer(rounding="nearest", levels="learned"),
+    "learned": Learned(Quantizer(rounding="nearest")),
     "nearest 128": Quantizer(rounding="nearest", **SMALL),
     "dither 128": Quantizer(rounding="dither", **SMALL),
     "dither hadamard 128": Quantizer(rounding="dither", transform="hadamard", **SMALL),
-    "learned 128": Quantizer(rounding="nearest", levels="learned", **SMALL),
+    "learned 128": Learned(Quantizer(rounding="nearest", **SMALL)),
 }
 
 
-def squared_error(values: torch.Tensor, quantizer: Quantizer) -> float:
+def squared_error(values: torch.Tensor, technique: Quantizer | Learned, bits: int) -> float:
     flat = values.detach().float().flatten()
-    if quantizer.learns:
-        table = spread_out(best_levels(histogram(flat, quantizer), quantizer.bits))
+    if isinstance(technique, Learned):
+        quantizer = replace(technique.quantizer, bits=bits)
+        # As the ranks of a run would learn it together.
+        table = spread_out(best_levels(_histogram(flat[None], quantizer), bits))
         quantizer = replace(quantizer, levels=table)
-    decoded = quantizer.decode(quantizer.encode(flat), flat.numel())
+    else:
+        quantizer = replace(technique, bits=bits)
+    decoded = decode(encode(flat, quantizer), flat.numel(), quantizer)
     return float((decoded - flat).double().square().sum())
-
-
-def histogram(flat: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
-    """As the ranks of a run would sum it."""
-    from qsdp.levels import _histogram
-
-    found = _histogram(flat[None], quantizer.segment(flat.numel()))
-    assert len(found) == BINS
-    return found
 
 
 def predicted(values: list[torch.Tensor], bits: int) -> float:
@@ -79,10 +74,10 @@ def curves(values: list[torch.Tensor]) -> dict[str, list[float]]:
     length = sum(float(v.detach().double().square().sum()) for v in values)
     found = {
         name: [
-            math.sqrt(sum(squared_error(v, replace(q, bits=bits)) for v in values) / length)
+            math.sqrt(sum(squared_error(v, technique, bits) for v in values) / length)
             for bits in BITS
         ]
-        for name, q in TECHNIQUES.items()
+        for name, technique in TECHNIQUES.items()
     }
     found["predicted, 1024"] = [math.sqrt(predicted(values, bits) / length) for bits in BITS]
     return found

@@ -9,7 +9,6 @@ fsdp_version: 2
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, field_validator
@@ -45,6 +44,5 @@ class QSDPPlugin(BasePlugin):  # type: ignore[misc]
         return "qsdp.integrations.axolotl.QSDPArgs"
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[QSDPCallback]:
-        config = QSDPConfig.preset(cfg.qsdp_preset)
-        kept = tuple(cfg.qsdp_keep_full_precision or ())
-        return [QSDPCallback(replace(config, keep_full_precision=kept))]
+        kept = dict.fromkeys(cfg.qsdp_keep_full_precision or ())
+        return [QSDPCallback(QSDPConfig.preset(cfg.qsdp_preset).with_exceptions(kept))]

@@ -27,13 +27,16 @@ class QSDPCallback(Callback):
     have sent, and ``qsdp_weight_error``, the relative distance of the weights in that step's
     forward from the full-precision ones.
 
+    Args:
+        config: equal on all ranks; the name of a preset will do (``"w8g8"``).
+
     Raises:
         ValueError: at the start of ``fit``, if the strategy does not shard with FSDP2, or the
             module is not sharded or is quantized already.
     """
 
-    def __init__(self, config: QSDPConfig) -> None:
-        self.config = config
+    def __init__(self, config: QSDPConfig | str) -> None:
+        self.config = QSDPConfig.of(config, "QSDPCallback")
         self._module: LightningModule | None = None
         self._numbers: CommNumbers | None = None
         self._due: int | None = None  # the step to log after

@@ -20,7 +20,7 @@ Spec = TypeVar("Spec")
 
 
 def quantized_parallelize(
-    parallelize_fn: Callable[P, nn.Module], config: QSDPConfig
+    parallelize_fn: Callable[P, nn.Module], config: QSDPConfig | str
 ) -> Callable[P, nn.Module]:
     """``parallelize_fn``, with the communication of the model that it returns quantized."""
 
@@ -31,8 +31,11 @@ def quantized_parallelize(
     return parallelize
 
 
-def quantized_spec(spec: Spec, config: QSDPConfig) -> Spec:
+def quantized_spec(spec: Spec, config: QSDPConfig | str) -> Spec:
     """A copy of a torchtitan ``ModelSpec`` (``TrainSpec`` before 0.3) that trains with qsdp.
+
+    Args:
+        config: equal on all ranks; the name of a preset will do (``"w8g8"``).
 
     Raises:
         TypeError: ``spec`` has no ``parallelize_fn``.

@@ -18,6 +18,9 @@ from rich.console import Console
 from qsdp.sweep.spec import Case, Sweep, read_sweep
 from qsdp.sweep.table import summarise, table
 from qsdp.trainer.metrics import RESULT
+from qsdp.trainer.tables import print_table
+
+WIDTH = 110  # of the table in a file
 
 
 def run(argv: list[str]) -> int:
@@ -115,14 +118,11 @@ def report(sweep: Sweep, out: Path, *, as_json: bool = False) -> None:
         raise ValueError(f"{out} holds no finished run of the sweep yet")
     (out / "sweep.json").write_text(json.dumps(rows, indent=1) + "\n")
     with (out / "sweep.txt").open("w") as file:
-        Console(file=file, width=110).print(table(rows))
+        Console(file=file, width=WIDTH).print(table(rows))
     if as_json:
         print(json.dumps(rows, indent=1))
     else:
-        console = Console()
-        if not console.is_terminal:
-            console.width = 110
-        console.print(table(rows))
+        print_table(table(rows), width=WIDTH)
     from qsdp.sweep.plot import draw
 
     draw(rows, out / "sweep.png")

@@ -6,10 +6,10 @@ import math
 import statistics
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from qsdp.sweep.spec import Sweep
+from qsdp.trainer.tables import new_table
 
 Results = dict[str, dict[int, dict[str, Any]]]
 
@@ -88,23 +88,17 @@ def _change(
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    shown = Table(
-        title=f"Validation perplexity, and its change against {rows[0]['case']} at the same seeds",
-        caption="bits: a value on the wire, over all collectives, full precision included\n"
+    paired = any(row["against_percent"] is not None for row in rows)
+    published = any(row["reference_percent"] is not None for row in rows)
+    header = ["case", "seeds", "bits", "decoded", "masters", "change", "spread"]
+    shown = new_table(
+        f"Validation perplexity, and its change against {rows[0]['case']} at the same seeds",
+        "bits: a value on the wire, over all collectives, full precision included\n"
         "change: of the better of decoded and masters, mean and standard error over seeds\n"
         "spread: standard deviation between seeds; paired: change against the case's `against`\n"
         "published: change reported elsewhere",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        pad_edge=False,
+        header + ["paired"] * paired + ["published"] * published,
     )
-    shown.add_column("case", overflow="fold")
-    headers = ["seeds", "bits", "decoded", "masters", "change", "spread"]
-    paired = any(row["against_percent"] is not None for row in rows)
-    published = any(row["reference_percent"] is not None for row in rows)
-    headers += ["paired"] * paired + ["published"] * published
-    for header in headers:
-        shown.add_column(header, justify="right", no_wrap=True)
     for row in rows:
         cells = [_percent(row["against_percent"], row["against_error"])] * paired
         cells += [_percent(row["reference_percent"])] * published

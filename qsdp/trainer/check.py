@@ -12,6 +12,10 @@ def check(config: TrainConfig, num_ranks: int) -> None:
     """Raises ValueError or FileNotFoundError, in one line that names the flag to change."""
     comm_config(config)
     config.micro_batches(num_ranks)
+    if config.ranks_per_node is not None and num_ranks % config.ranks_per_node:
+        raise ValueError(
+            f"--ranks-per-node must divide the ranks, {num_ranks}, got {config.ranks_per_node}"
+        )
     check_files(config)
     if config.model is not None and not (config.model / "config.json").is_file():
         raise FileNotFoundError(f"--model: {config.model} is no folder with a config.json")

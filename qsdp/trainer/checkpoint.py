@@ -1,9 +1,10 @@
 """Checkpoints: written whole or not at all, read without running code.
 
 A checkpoint is a folder `step-00000100` that holds, of torch.distributed.checkpoint, one
-safetensors file a rank with model and optimizer, and `checkpoint.json` with all the rest. It is
-written under another name and renamed when every rank has written its part, so a folder with that
-name is complete, and a crash leaves the one before it as it was.
+safetensors file a rank with model, optimizer and what communication remembers, and
+`checkpoint.json` with all the rest. It is written under another name and renamed when every rank
+has written its part, so a folder with that name is complete, and a crash leaves the one before it
+as it was.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,15 +34,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from qsdp.agreement import all_gather_json
 from qsdp.trainer.config import LATEST
 from qsdp.trainer.ranks import on_rank_zero, together
 
 DESCRIPTION = "checkpoint.json"
-FORMAT = 2
+FORMAT = 3
 _PARTIAL = ".partial"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -58,10 +58,6 @@ class Description(NamedTuple):
     data_states: list[dict[str, Any]]
     """State of each rank's batches."""
     num_ranks: int
-    comm: dict[str, Any]
-    """What communication remembers, where it is equal on all ranks."""
-    comm_tensors: dict[str, tuple[int, str]]
-    """Elements and dtype (``uint8``) of each of a rank's own tensors of communication."""
 
 
 def save_checkpoint(
@@ -71,7 +67,7 @@ def save_checkpoint(
     description: Description,
     *,
     keep: int,
-    own: dict[str, torch.Tensor] | None = None,
+    comm: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write `folder/step-N` and delete all but the last `keep`; collective.
 
@@ -80,29 +76,16 @@ def save_checkpoint(
     3. Rank 0 renames the folder, then deletes old ones.
 
     Args:
-        own: this rank's own tensors beside the model's and the optimizer's, the same names and
-            sizes on all ranks.
+        comm: what :func:`qsdp.comm_state_dict` gave.
     """
     final = folder / f"step-{description.step:08d}"
     partial = folder / (final.name + _PARTIAL)
     on_rank_zero(lambda: _fresh_folder(partial))
-    tensors = {**_tensors(model, optimizer), **_of_all_ranks(own or {})}
+    tensors = {**_tensors(model, optimizer), **_comm_tensors(comm or {})}
     together(lambda: _write_tensors(partial, tensors))
     checksums = together(lambda: _checksums(partial))
     on_rank_zero(lambda: _complete(partial, final, description, checksums, keep))
     return final
-
-
-def _of_all_ranks(own: dict[str, torch.Tensor]) -> dict[str, DTensor]:
-    """Every rank's tensors as one sharded tensor, which is how they are saved."""
-    if not own:
-        return {}
-    device = next(iter(own.values())).device.type
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
-    return {
-        "comm." + name: DTensor.from_local(value.flatten(), mesh, [Shard(0)])
-        for name, value in own.items()
-    }
 
 
 def _write_tensors(partial: Path, tensors: dict[str, Any]) -> None:
@@ -213,27 +196,28 @@ def load_checkpoint(
     return description
 
 
-def describe_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, str]]:
-    """For :attr:`Description.comm_tensors`."""
-    return {n: (t.numel(), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
-
-
-def load_own_tensors(
-    path: Path, described: dict[str, tuple[int, str]], device: torch.device
+def load_comm(
+    path: Path, description: Description, fresh: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What this rank gave to :func:`save_checkpoint` as ``own``, on as many ranks; collective.
+    """What :func:`save_checkpoint` got as ``comm``, for :func:`qsdp.load_comm_state_dict`.
+
+    A collective call. Of a checkpoint of another number of ranks only what all ranks share.
 
     Args:
-        described: elements and dtype of each, from the description.
+        description: of the checkpoint.
+        fresh: what :func:`qsdp.comm_state_dict` gives of the model here; read into, in part.
     """
-    own = {
-        name: torch.empty(numel, dtype=getattr(torch, dtype), device=device)
-        for name, (numel, dtype) in described.items()
-    }
-    tensors = _of_all_ranks(own)
-    if tensors:
-        together(lambda: _read_tensors(path, dict(tensors)))
-    return {name: tensors["comm." + name].to_local() for name in own}
+    own = f".rank{dist.get_rank()}"
+    same_ranks = description.num_ranks == dist.get_world_size()
+    state = {n: value for n, value in fresh.items() if same_ranks or not n.endswith(own)}
+    if state:
+        together(lambda: _read_tensors(path, _comm_tensors(state)))
+    return state
+
+
+def _comm_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Under their names in a checkpoint."""
+    return {"comm." + name: value for name, value in state.items()}
 
 
 def _read_tensors(path: Path, tensors: dict[str, Any]) -> None:

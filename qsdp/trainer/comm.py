@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from fnmatch import fnmatchcase
 
-import torch
 from torch import nn
 
 import qsdp
@@ -27,39 +26,38 @@ def comm_config(config: TrainConfig) -> qsdp.QSDPConfig:
             comm = qsdp.QSDPConfig.from_json({k: v for k, v in content.items() if k != "name"})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"--comm {content.get('name')}: {error}") from error
-    changes: dict[str, Any] = {"seed": config.seed}
-    if config.keep_full_precision:
-        changes["keep_full_precision"] = config.keep_full_precision
-    if config.intra_node:
-        inner = comm.intra_node.gradients if comm.intra_node else None
-        changes["intra_node"] = qsdp.IntraNode(config.intra_node, inner)
-    return dataclasses.replace(comm, **changes)
+    comm = dataclasses.replace(comm, seed=config.seed)
+    if config.ranks_per_node is not None:
+        try:
+            comm = dataclasses.replace(comm, ranks_per_node=config.ranks_per_node)
+        except ValueError as error:
+            raise ValueError(f"--ranks-per-node {config.ranks_per_node}: {error}") from error
+    return comm.with_exceptions(dict.fromkeys(config.keep_full_precision))
 
 
 def quantize_communication(model: nn.Module, config: TrainConfig) -> None:
-    """Install qsdp as --comm says, and count what goes over the network either way."""
+    """Install qsdp as --comm says, and count what goes over the network either way.
+
+    Raises:
+        ValueError: a configuration that does not fit the model; on every rank.
+    """
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern in config.keep_full_precision:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"--keep-full-precision: {pattern!r} matches no parameter; the model has "
+                f"{len(names)}, such as {', '.join(names[:3])}"
+            )
     qsdp.apply_qsdp(model, comm_config(config))
     qsdp.observe_comms(model)
 
 
 def quantizes_weights(config: TrainConfig) -> bool:
     """Whether training sees other weights than the full-precision masters."""
-    comm = comm_config(config)
-    return comm.weights is not None or bool(comm.overrides)
+    return any(way is not None for way in comm_config(config).ways("weights"))
 
 
-@dataclasses.dataclass(frozen=True)
-class CommState:
-    """What communication remembers, taken from one model and given to another or the same."""
-
-    shared: dict[str, Any]
-    own: dict[str, torch.Tensor]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> CommState:
-        own = {name: tensor.clone() for name, tensor in qsdp.comm_tensors(model).items()}
-        return cls(qsdp.comm_state_dict(model), own)
-
-    def restore(self, model: nn.Module) -> None:
-        qsdp.load_comm_state_dict(model, self.shared)
-        qsdp.load_comm_tensors(model, self.own)
+def remembers_alike(saved: dict[str, object], config: TrainConfig) -> bool:
+    """Whether communication remembers the same under a configuration saved as JSON values."""
+    now = config.to_json()
+    return all(saved.get(name) == now[name] for name in ("comm", "keep_full_precision"))

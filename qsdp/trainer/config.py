@@ -54,7 +54,7 @@ class TrainConfig:
     or a JSON file with the fields of QSDPConfig."""
     keep_full_precision: tuple[str, ...] = ()
     """Glob patterns of parameter names that are never quantized."""
-    intra_node: int | None = None
+    ranks_per_node: int | None = None
     """Ranks in each node, for two-level collectives: each part crosses between nodes once."""
     seed: int = 17
     """Seed of the initial weights, the order of the text, dropout and rounding."""
@@ -171,8 +171,8 @@ class TrainConfig:
             self._require(name, getattr(self, name) >= 0, "at least 0")
         self._require("final_lr_fraction", 0 <= self.final_lr_fraction <= 1, "between 0 and 1")
         self._require("width", self.width % self.heads == 0, f"a multiple of --heads {self.heads}")
-        intra = self.intra_node
-        self._require("intra_node", intra is None or intra >= 2, "at least 2, or left out")
+        ranks = self.ranks_per_node
+        self._require("ranks_per_node", ranks is None or ranks >= 2, "at least 2, or left out")
         micro = self.micro_batch_size
         self._require("micro_batch_size", micro is None or micro >= 1, "at least 1")
         if self.data and self.dataset:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import qsdp
 from qsdp.trainer.batches import validation_starts, windows
-from qsdp.trainer.comm import CommState, quantize_communication
+from qsdp.trainer.comm import quantize_communication
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.model import fsdp_modules
 from qsdp.trainer.ranks import Ranks
@@ -61,11 +61,14 @@ def validation_loss(
 def master_validation_loss(
     model: PreTrainedModel, tokens: Tokens, config: TrainConfig, ranks: Ranks, *, limit: int
 ) -> float:
-    """The same on the full-precision masters, with qsdp taken off meanwhile."""
-    state = CommState.of(model)
+    """The same on the full-precision masters, with qsdp taken off meanwhile.
+
+    What communication remembers is the same afterwards, bit for bit; its counters are at zero.
+    """
+    state = qsdp.comm_state_dict(model)
     qsdp.remove_qsdp(model)
     try:
         return validation_loss(model, tokens, config, ranks, limit=limit)
     finally:
         quantize_communication(model, config)
-        state.restore(model)
+        qsdp.load_comm_state_dict(model, state)

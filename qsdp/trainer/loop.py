@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import signal
+import warnings
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -14,17 +15,17 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+import qsdp
 from qsdp.agreement import all_gather_json
 from qsdp.trainer.check import check
 from qsdp.trainer.checkpoint import (
     Description,
-    describe_tensors,
     find_checkpoint,
     load_checkpoint,
-    load_own_tensors,
+    load_comm,
     save_checkpoint,
 )
-from qsdp.trainer.comm import CommState, quantize_communication, quantizes_weights
+from qsdp.trainer.comm import quantize_communication, quantizes_weights, remembers_alike
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.data import Data, prepare_data, vocabulary_digest
 from qsdp.trainer.evaluate import master_validation_loss, validation_loss
@@ -184,11 +185,8 @@ def _resume(
             )
 
     together(continue_data)
-    if saved.config.get("comm") == config.comm:
-        own = {}
-        if saved.num_ranks == ranks.num_ranks:
-            own = load_own_tensors(path, saved.comm_tensors, ranks.device)
-        together(lambda: CommState(saved.comm, own).restore(model))
+    if remembers_alike(saved.config, config):
+        _resume_communication(path, saved, model, ranks)
     if ranks.rank == 0:
         now = config.to_json()
         for name in sorted(set(now) - _FREE_ON_RESUME):
@@ -199,6 +197,18 @@ def _resume(
                     f"saved, is {now[name]} now"
                 )
     return Progress(saved.step, saved.elapsed_s)
+
+
+def _resume_communication(
+    path: Path, saved: Description, model: PreTrainedModel, ranks: Ranks
+) -> None:
+    state = load_comm(path, saved, qsdp.comm_state_dict(model))
+    with warnings.catch_warnings(record=True) as caught:  # all ranks have the same, one tells
+        warnings.simplefilter("always")
+        together(lambda: qsdp.load_comm_state_dict(model, state))
+    if ranks.rank == 0:
+        for warning in caught:
+            print(f"qsdp train: warning: {str(warning.message).removeprefix('qsdp: ')}")
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, list[int]]:
@@ -241,7 +251,6 @@ def _take_steps(run: Run, progress: Progress, stop: _StopRequest) -> Progress:
 
 
 def _save(run: Run, progress: Progress) -> None:
-    comm = CommState.of(run.model)
     description = Description(
         step=progress.step,
         elapsed_s=progress.elapsed_s,
@@ -250,8 +259,6 @@ def _save(run: Run, progress: Progress) -> None:
         tokenizer=vocabulary_digest(run.data.tokenizer),
         data_states=all_gather_json(run.data.batches.state()),
         num_ranks=run.ranks.num_ranks,
-        comm=comm.shared,
-        comm_tensors=describe_tensors(comm.own),
     )
     save_checkpoint(
         run.config.run_folder / "checkpoints",
@@ -259,7 +266,7 @@ def _save(run: Run, progress: Progress) -> None:
         run.optimizer,
         description,
         keep=run.config.keep_checkpoints,
-        own=comm.own,
+        comm=qsdp.comm_state_dict(run.model),
     )
 
 

@@ -129,7 +129,7 @@ def step_medians(records: list[dict[str, Any]]) -> dict[str, float]:
     """Median over training steps, without the first few, of each time and byte count."""
     steps = [record for record in records if "loss" in record]
     steps = steps[_WARM_UP:] or steps
-    names = ("step_s", *SPLIT, "tokens_per_s", "sent", "received", "stock_sent")
+    names = ("step_s", *SPLIT, "tokens_per_s", "sent", "stock_sent")
     return {name: statistics.median(s[name] for s in steps) for name in names} if steps else {}
 
 

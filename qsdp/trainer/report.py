@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import tyro
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.metrics import METRICS, RESULT, format_bytes, read_metrics, step_medians
+from qsdp.trainer.tables import new_table, print_table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,10 +68,7 @@ def run(argv: list[str]) -> int:
     if config.json:
         print(json.dumps([summary(report) for report in reports], indent=1))
         return 0
-    console = Console()
-    if not console.is_terminal:
-        console.width = 100  # a file has room that a screen may not have
-    console.print(comparison(reports))
+    print_table(comparison(reports))
     out = config.out or config.runs[0].resolve().parent
     drawable = [report for report in reports if report.medians]
     if drawable:
@@ -123,18 +119,13 @@ def summary(report: RunReport) -> dict[str, Any]:
 
 def comparison(reports: list[RunReport]) -> Table:
     """One row a run. Bytes are what rank 0 sends in a step, times are medians over steps."""
-    table = Table(
-        title="Validation perplexity, and bytes and milliseconds of a step",
-        caption="decoded: weights as training sees them; masters: in full precision\n"
+    table = new_table(
+        "Validation perplexity, and bytes and milliseconds of a step",
+        "decoded: weights as training sees them; masters: in full precision\n"
         "sent: by one rank; fewer: than stock FSDP2; coding: encode, decode",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        pad_edge=False,
-    )
-    table.add_column("run", overflow="fold")
-    for header in ("steps", "decoded", "masters", "sent", "fewer", "step", "compute", "coding",
-                   "network"):  # fmt: skip
-        table.add_column(header, justify="right", no_wrap=True)
+        ("run", "steps", "decoded", "masters", "sent", "fewer", "step", "compute", "coding",
+         "network"),
+    )  # fmt: skip
     for report in reports:
         finished = report.finished
         row = [

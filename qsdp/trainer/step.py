@@ -86,7 +86,6 @@ def take_step(
         "decode_s": comm.decode_s,
         "network_s": comm.network_s,
         "sent": comm.sent,
-        "received": comm.received,
         "stock_sent": comm.stock_sent,
     }
     return StepResult(metrics, comm, stops > 0)

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import PreTrainedModel
 
-from qsdp import QSDPConfig, Quantizer
+from qsdp import Differences, Feedback, Learned, QSDPConfig, Quantizer, Ways
 from qsdp.trainer.batches import batch_starts, windows
 from qsdp.trainer.checkpoint import complete_checkpoints
 from qsdp.trainer.command import read_config
 from qsdp.trainer.config import TrainConfig, embedded_comm
 from qsdp.trainer.model import build_model
+from qsdp.trainer.tables import new_table, print_table
 from qsdp.trainer.text import read_text
 from qsdp.trainer.tokenizer import encode_to_file, load_tokenizer, open_tokens, train_tokenizer
 from qsdp.tune.allocate import Item, average_bits, total_harm, within_budget, within_harm
 from qsdp.tune.measure import gradient_items, weight_items
-
-DIRECTIONS = ("weights", "gradients")
+from qsdp.ways import quantizer_of
 
 
 def run(argv: list[str]) -> int:
@@ -37,12 +35,12 @@ def run(argv: list[str]) -> int:
     config = read_config(options.run)
     model = _trained_model(options.run, config)
     named = dict(model.named_parameters())
-    chosen = {n: p for n, p in named.items() if base.quantizes((n,), p)}
+    chosen = {n: p for n, p in named.items() if _follows(base, n, p)}
     batches = _batches(options.run, config, model, options.batches)
     widths: dict[str, dict[str, int]] = {}
     items: dict[str, list[Item]] = {}
     for direction, measure in (("weights", weight_items), ("gradients", gradient_items)):
-        quantizer: Quantizer | None = getattr(base, direction)
+        quantizer = quantizer_of(getattr(base, direction))
         if quantizer is None:
             continue
         items[direction] = measure(model, chosen, quantizer, batches)
@@ -50,21 +48,17 @@ def run(argv: list[str]) -> int:
             widths[direction] = within_harm(items[direction], options.max_loss)
         else:
             widths[direction] = within_budget(items[direction], options.bits)
-    if not widths:
+    if not widths or not chosen:
         raise ValueError("--base quantizes nothing: there is nothing to tune")
     options.out.write_text(json.dumps(_config(base, widths), indent=1) + "\n")
-    console = Console()
-    if not console.is_terminal:
-        console.width = 100
-    console.print(_table(items, widths))
+    print_table(_table(items, widths))
     for direction, found in items.items():
         uniform = {item.name: round(options.bits) for item in found}
         unit = "nats" if direction == "weights" else "of the gradients"
-        console.print(
+        print(
             f"{direction}: {average_bits(found, widths[direction]):.2f} bits on average; expected "
             f"harm {total_harm(found, widths[direction]):.4g} {unit}, uniform "
-            f"{round(options.bits)} bits {total_harm(found, uniform):.4g}",
-            highlight=False,
+            f"{round(options.bits)} bits {total_harm(found, uniform):.4g}"
         )
     print(f"{options.out}: pass it to qsdp train --comm")
     return 0
@@ -91,14 +85,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def _base(name: str | None) -> QSDPConfig:
     if name is None:
-        return replace(QSDPConfig.preset("w4g4"), weight_mode="value", weight_memory=None)
+        base = QSDPConfig.preset("w4g4")
+        return replace(base, weights=quantizer_of(base.weights))
     base = _named_base(name)
-    if base.weight_mode == "difference":
+    if isinstance(base.weights, Differences):
         raise ValueError(
             f"--base must send weights as values, for it is their error that is measured; {name} "
-            'sends differences: give a JSON file with "weight_mode": "value"'
+            'sends differences: give a JSON file with "weights": {"bits": 4, ...}'
         )
     return base
+
+
+def _follows(base: QSDPConfig, name: str, parameter: torch.nn.Parameter) -> bool:
+    """Whether a parameter travels as the base says for all: it is large, and no exception."""
+    ways = base.ways_of((name,), parameter.shape)
+    return (ways["weights"], ways["gradients"]) == (base.weights, base.gradients)
 
 
 def _named_base(name: str) -> QSDPConfig:
@@ -149,33 +150,33 @@ def _batches(
 
 
 def _config(base: QSDPConfig, widths: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """QSDPConfig's fields: the base, and an override for every parameter."""
+    """QSDPConfig's fields: the base, and an exception for every parameter that was measured."""
 
-    def quantizer(direction: str, name: str) -> dict[str, Any] | None:
-        own: Quantizer | None = getattr(base, direction)
-        if own is None:
-            return None
-        return asdict(replace(own, bits=widths[direction][name]))
+    def way(direction: str, name: str) -> Any:
+        bits = widths.get(direction, {}).get(name)
+        return None if bits is None else _with_bits(getattr(base, direction), bits)
 
-    names = list(next(iter(widths.values())))
-    overrides = {name: {d: quantizer(d, name) for d in DIRECTIONS} for name in names}
-    return base.to_json() | {"overrides": overrides}
+    names = next(iter(widths.values()))
+    ways = {name: Ways(way("weights", name), way("gradients", name)) for name in names}
+    return base.with_exceptions(ways).to_json()
+
+
+def _with_bits(way: Quantizer | Learned | Feedback, bits: int) -> Quantizer | Learned | Feedback:
+    """The same way with another width."""
+    if isinstance(way, Quantizer):
+        return replace(way, bits=bits)
+    return replace(way, quantizer=_with_bits(way.quantizer, bits))  # type: ignore[arg-type]
 
 
 def _table(items: dict[str, list[Item]], widths: dict[str, dict[str, int]]) -> Table:
-    shown = Table(
-        title="Chosen bits, and what 2 bits would do",
-        caption="weights: rise of the loss in nats; gradients: part that is lost, of all elements",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        pad_edge=False,
-    )
-    shown.add_column("parameter", overflow="fold")
-    headers = ["elements"]
+    header = ["parameter", "elements"]
     for direction in items:
-        headers += [direction, "at 2 bits"]
-    for header in headers:
-        shown.add_column(header, justify="right", no_wrap=True)
+        header += [direction, "at 2 bits"]
+    shown = new_table(
+        "Chosen bits, and what 2 bits would do",
+        "weights: rise of the loss in nats; gradients: part that is lost, of all elements",
+        header,
+    )
     for place, item in enumerate(next(iter(items.values()))):
         cells = [f"{item.numel:,}"]
         for direction, found in items.items():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from qsdp import Quantizer
+from qsdp import Quantizer, decode, encode
 from qsdp.trainer.evaluate import token_losses
 from qsdp.tune.allocate import WIDTHS, Item
 
@@ -19,7 +19,7 @@ PROBE = 2  # bits: few, so that the loss answers louder than its own noise
 def relative_error(values: torch.Tensor, quantizer: Quantizer) -> float:
     """Squared error over squared length of one tensor, encoded and decoded."""
     flat = values.detach().float().flatten()
-    decoded = quantizer.decode(quantizer.encode(flat), flat.numel())
+    decoded = decode(encode(flat, quantizer), flat.numel(), quantizer)
     return float((decoded - flat).square().sum() / flat.square().sum().clamp(min=1e-30))
 
 
@@ -46,7 +46,7 @@ def weight_items(
         }
         kept = parameter.detach().clone()
         probe = replace(quantizer, bits=PROBE)
-        flat = probe.decode(probe.encode(kept.float()), kept.numel(), dtype=torch.float32)
+        flat = decode(encode(kept.float(), probe), kept.numel(), probe)
         parameter.copy_(flat.view_as(kept))
         rises[name] = _loss(model, batches) - base
         parameter.copy_(kept)
