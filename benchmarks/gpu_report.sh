@@ -20,7 +20,7 @@ trap 'rm -f "$checked"' EXIT
 unset TRITON_INTERPRET
 "$PYTHON" -m qsdp.check | tee "$checked"
 "$PYTHON" -m pytest tests/test_kernels_triton.py -q | tee -a "$checked"
-"$PYTHON" -m qsdp.bench.kernels --device cuda --bars --out "$report" "$@"
+"$PYTHON" -m benchmarks.kernel_peers --device cuda --bars --out "$report" "$@"
 {
     printf '\nThe comparison before:\n\n'
     cat "$checked"

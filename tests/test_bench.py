@@ -1,34 +1,29 @@
-"""The benchmark gives complete rows, never a speed for wrong kernels; `qsdp check` tells them."""
+"""Benchmarks of kernels give complete rows, and never a speed for wrong ones; `qsdp check` tells.
+
+`qsdp bench kernels` and `python -m benchmarks.kernel_peers` share one loop of measuring.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
-from qsdp import bench, check
-from qsdp.bench import bars, kernels, output
-from qsdp.bench.measure import Row, Settings, measure
+from benchmarks.kernel_peers import __main__ as kernel_peers
+from benchmarks.kernel_peers import bars
+from qsdp import bench, check, cli
+from qsdp.bench import kernels
+from qsdp.bench.measure import OPS, Row, Settings, measure, measured_formats
 from qsdp.bench.timing import median_seconds
-from qsdp.kernels import reference
-from qsdp.wire import WireLayout
+from qsdp.kernels import compare, reference
+from qsdp.quantizer import every_format
+from qsdp.wire import VALUE_DTYPES, WireLayout
 
 CPU = torch.device("cpu")
-TINY = ["--mib", "0.02", "--threads", "1", "--bits", "8", "4", "--dtypes", "float32", "--quick"]
-KEYS = {
-    "op",
-    "bits",
-    "rounding",
-    "levels",
-    "dtype",
-    "threads",
-    "gbps",
-    "copy_gbps",
-    "ratio",
-    "peer",
-}
+TINY = ["--mib", "0.02", "--threads", "1", "--dtypes", "float32", "--quick", "--device", "cpu"]
 
 
 class WrongCodes:
@@ -54,40 +49,54 @@ class WrongCodes:
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run in this process, with a small comparison: the whole one takes seconds."""
-    for name, value in kernels.ALLOCATOR.items():
+    for name, value in kernel_peers.ALLOCATOR.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(check, "BITS", (4,))
+    for name in ("MIN_BITS", "MAX_BITS"):
+        monkeypatch.setattr(compare, name, 4)
+    monkeypatch.setattr(compare, "every_format", lambda: compare.PLAIN)
     monkeypatch.setattr(kernels, "LARGE", 5000)
+    # A benchmark leaves its last thread count behind.
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
 
 
-def test_json_rows_have_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    threads = torch.get_num_threads()
-    assert kernels.main([*TINY, "--device", "cpu", "--json"]) == 0
-    torch.set_num_threads(threads)
+def test_json_rows_are_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    assert kernels.main([*TINY, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert all(row.keys() >= KEYS for row in rows)
-    assert all(row["gbps"] > 0 and row["copy_gbps"] > 0 for row in rows)
-    ours = {
-        (row["op"], row["bits"], row["rounding"], row["levels"])
-        for row in rows
-        if row["peer"] is None
+    assert all(row.keys() == {field.name for field in fields(Row)} for row in rows)
+    assert all(row["gbps"] > 0 and row["copy_gbps"] > 0 and row["peer"] is None for row in rows)
+    formats = {
+        op: {row["format"] for row in rows if (row["op"], row["bits"]) == (op, 8)} for op in OPS
     }
-    for bits in (4, 8):
-        for rounding in ("nearest", "stochastic", "shift"):
-            assert ("encode", bits, rounding, None) in ours
-        assert ("encode", bits, "nearest", 1 << bits) in ours
-        for op in ("decode", "decode_sum"):
-            assert (op, bits, None, None) in ours
+    assert formats["decode"] == formats["decode_sum"] < formats["encode"]
+    assert formats["encode"] > {"nearest", "stochastic", "shift", "dither", "nearest levels"}
+    assert "dither bfloat16 hadamard block 128" in formats["decode"]
+    assert formats["accumulate"] == {"nearest"}
+    assert {row["bits"] for row in rows} == {8, 4}
+
+
+def test_every_choice_of_a_format_is_measured() -> None:
+    found = list(measured_formats("encode", 4, torch.float32))
+    for name in vars(found[0]).keys() - {"bits", "block_size"}:
+        assert {getattr(form, name) for form in found} == {
+            getattr(form, name) for form in every_format()
+        }
+
+
+def test_peers_stand_beside_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert kernel_peers.main([*TINY, "--bits", "8", "4", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
     for op in ("encode", "decode", "decode_sum"):
-        assert any(row["op"] == op and row["peer"] == "fbgemm" for row in rows)
+        for bits in (8, 4):
+            peers = {row["peer"] for row in rows if (row["op"], row["bits"]) == (op, bits)}
+            assert peers >= {None, "fbgemm"}
+    assert {row["bits"] for row in rows if row["peer"] == "cast to bfloat16"} == {16}
 
 
 def test_report_file_says_when_where_and_how(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "new" / "report.txt"
-    arguments = [*TINY[:4], "--bits", "8", "--quick", "--bars", "--out", str(path)]
-    assert bench.main(["kernels", *arguments, "--device", "cpu"]) == 0
+    assert kernel_peers.main([*TINY, "--bits", "8", "--bars", "--out", str(path)]) == 0
     report = path.read_text()
     assert report == capsys.readouterr().out
     for word in ("date", "machine", "torch", "command", "copy_", "fbgemm", "shift", ">= 1.2"):
@@ -99,7 +108,7 @@ def test_wrong_kernels_get_no_speed(
 ) -> None:
     monkeypatch.setattr(kernels, "backend_for", lambda device: WrongCodes)
     path = tmp_path / "report.txt"
-    assert kernels.main([*TINY, "--device", "cpu", "--out", str(path)]) == 1
+    assert kernels.main([*TINY, "--out", str(path)]) == 1
     printed = capsys.readouterr()
     assert printed.out == "" and not path.exists()
     assert "encode" in printed.err and "differ" in printed.err
@@ -117,22 +126,21 @@ def test_a_new_process_keeps_freed_memory(monkeypatch: pytest.MonkeyPatch) -> No
         return Done()
 
     monkeypatch.delenv("MALLOC_TOP_PAD_")
-    monkeypatch.setattr(kernels.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(kernels.subprocess, "run", start)
-    assert kernels.main([*TINY, "--device", "cpu"]) == 7
+    monkeypatch.setattr(kernel_peers.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(kernel_peers.subprocess, "run", start)
+    assert kernel_peers.main(TINY) == 7
     ((command, environment),) = started
-    assert command[-len(TINY) - 2 :] == [*TINY, "--device", "cpu"]
-    assert kernels.ALLOCATOR.items() <= environment.items()
+    assert command[-len(TINY) :] == TINY
+    assert kernel_peers.ALLOCATOR.items() <= environment.items()
 
 
 def test_low_precision_rows() -> None:
     """Values of 16 bits are measured too; the peers take float32 alone."""
     settings = Settings(CPU, 0.01, (1,), (5,), (torch.bfloat16,), repetitions=1)
-    threads = torch.get_num_threads()
-    rows = list(measure(settings, reference))
-    torch.set_num_threads(threads)
+    peers = kernel_peers.candidates(settings, compiled=False)
+    rows = list(measure(settings, reference, peers))
     assert {row.dtype for row in rows} == {"bfloat16"}
-    assert {row.op for row in rows} == {"encode", "decode", "decode_sum", "accumulate"}
+    assert {row.op for row in rows} == set(OPS)
     assert {row.peer for row in rows} == {None}
 
 
@@ -148,27 +156,14 @@ def test_every_candidate_runs_at_least_three_times() -> None:
     assert seconds.keys() == counts.keys()
 
 
-def row(op: str, gbps: float, peer: str | None = None, **changed: object) -> Row:
-    fields = {
-        "op": op,
-        "bits": 8,
-        "rounding": "nearest" if op == "encode" else None,
-        "levels": None,
-        "dtype": "float32",
-        "threads": 1,
-        "gbps": gbps,
-        "copy_gbps": 10.0,
-        "ratio": gbps / 10.0,
-        "peer": peer,
-        "device": "cpu",
-    }
-    return Row(**(fields | changed))  # type: ignore[arg-type]
+def row(op: str, gbps: float, peer: str | None = None, form: str = "nearest") -> Row:
+    return Row(op, 8, form, "float32", 1, gbps, 10.0, gbps / 10.0, peer, "cpu")
 
 
 def test_bars_judge_the_worst_row() -> None:
     rows = [
         row("encode", 13.0),
-        row("encode", 11.0, rounding="shift"),
+        row("encode", 11.0, form="shift"),
         row("decode", 12.5),
         row("encode", 10.0, "fbgemm"),
         row("encode", 1.0, "torchao"),
@@ -184,12 +179,6 @@ def test_bars_judge_the_worst_row() -> None:
     assert found["encode + decode 8 bit, against torchao"].measured == pytest.approx(both)
     text = bars.format_verdicts(list(found.values()))
     assert "FAIL    1.10 >= 1.2" in text and "none" in text
-
-
-def test_table_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "rich.console", None)
-    text = output.format_table([row("encode", 12.0), row("encode", 3.0, "fbgemm")])
-    assert [line.split()[0] for line in text.splitlines()] == ["op", "encode", "encode"]
 
 
 def test_check_says_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,8 +197,8 @@ def test_check_fails_on_a_difference(
 
 
 def test_example_values_hold_what_is_hard() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        values = check.example_values(2, 3500, dtype)
+    for dtype in VALUE_DTYPES:
+        values = compare.example_values(2, 3500, dtype)
         assert values.isnan().any() and values.isinf().any()
         assert (values.abs() == torch.finfo(dtype).max).any()
         zeros = values == 0
@@ -218,6 +207,12 @@ def test_example_values_hold_what_is_hard() -> None:
 
 
 def test_unknown_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["disks"]) == 2
+    assert bench.run(["disks"]) == 2
     assert "usage" in capsys.readouterr().err
-    assert bench.main(["--help"]) == 0
+    assert bench.run(["--help"]) == 0
+
+
+def test_what_proves_our_claims_is_in_the_repository(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "network"]) == 1
+    error = capsys.readouterr().err
+    assert "python -m benchmarks.network" in error and error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Benchmarks: `qsdp bench kernels`, `network`, `train` and `link`."""
+"""Benchmarks for one's own machine or cluster: `qsdp bench kernels`, `train` and `link`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import importlib
 import sys
 
 BENCHMARKS = {
-    "kernels": "speed of encode, decode and decode_sum beside a copy and what else there is",
-    "network": "step times between hosts on this machine whose links are slowed down (root)",
+    "kernels": "speed of the kernels on this machine beside a copy",
     "train": "step times of stock FSDP2 and qsdp on your cluster, under torchrun",
     "link": "latency and bandwidth between ranks, under torchrun",
 }
@@ -22,15 +21,20 @@ USAGE = "\n".join(
 )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one benchmark; returns the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
+def run(argv: list[str]) -> int:
+    """Run one benchmark; returns the exit status.
+
+    Raises:
+        ValueError: the benchmark is one of the source repository's.
+    """
     if argv and argv[0] in BENCHMARKS:
         status: int = importlib.import_module(f"qsdp.bench.{argv[0]}").main(argv[1:])
         return status
+    if argv[:1] == ["network"]:
+        raise ValueError(
+            "the benchmark between network namespaces is not installed with the package: run "
+            "`python -m benchmarks.network` in a checkout of qsdp's source repository"
+        )
     asked = argv[:1] in (["-h"], ["--help"])
     print(USAGE, file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
-
-
-run = main

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from qsdp.agreement import all_gather_json
 from qsdp.bench.launch import run_ranks
 from qsdp.columns import format_columns
+from qsdp.trainer.ranks import process_group
 
 PING_BYTES = 64
 ROUND_TRIPS = 30
@@ -43,18 +43,8 @@ class Link(NamedTuple):
     gbps: float
 
 
-class LinkSummary(NamedTuple):
-    """Medians, None where there is no such pair; ``node_gbps`` is shared by a node's ranks."""
-
-    intra_latency_us: float | None
-    intra_gbps: float | None
-    inter_latency_us: float | None
-    node_gbps: float | None
-
-
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Measure and print on rank 0; returns the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
     options = _parser().parse_args(argv)
     if options.mib <= 0:
         raise ValueError(f"--mib must be above 0, got {options.mib}")
@@ -74,8 +64,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> None:
-    from qsdp.trainer.ranks import process_group
-
     with process_group(options.device, options.timeout) as ranks:
         links = measure_links(ranks.device, round(options.mib * 2**20))
         if ranks.rank != 0:
@@ -111,38 +99,25 @@ def measure_links(device: torch.device, num_bytes: int) -> list[Link]:
     return sorted(found)
 
 
-def summarize(links: list[Link]) -> LinkSummary:
-    """Medians by kind. With one rank a node, what a pair gets is what the node gets."""
-
-    def median(kind: str, field: str) -> float | None:
-        values = [getattr(link, field) for link in links if link.kind == kind]
-        return statistics.median(values) if values else None
-
-    nodes = median("node", "gbps")
-    return LinkSummary(
-        median("intra", "latency_us"),
-        median("intra", "gbps"),
-        median("inter", "latency_us"),
-        nodes if nodes is not None else median("inter", "gbps"),
-    )
-
-
 def format_links(links: list[Link]) -> str:
-    """The table, and the two lines that `qsdp plan` takes."""
+    """The table, and what `qsdp plan` takes: medians over links of a kind.
+
+    With one rank a node, what a pair between nodes gets is what the node gets.
+    """
     words = {"intra": "inside a node", "inter": "between nodes", "node": "node to node, all ranks"}
     rows = [
         (words[x.kind], str(x.source), str(x.target), f"{x.latency_us:.0f}", f"{x.gbps:.2f}")
         for x in links
     ]
     table = format_columns(("link", "from", "to", "latency us", "Gbit/s"), rows)
-    summary = summarize(links)
+    kinds = {kind: [link for link in links if link.kind == kind] for kind in words}
     flags = {
-        "--intra-gbps": summary.intra_gbps,
-        "--intra-latency-us": summary.intra_latency_us,
-        "--bandwidth": summary.node_gbps,
-        "--latency-us": summary.inter_latency_us,
+        "--intra-gbps": [link.gbps for link in kinds["intra"]],
+        "--intra-latency-us": [link.latency_us for link in kinds["intra"]],
+        "--bandwidth": [link.gbps for link in kinds["node"] or kinds["inter"]],
+        "--latency-us": [link.latency_us for link in kinds["inter"]],
     }
-    given = [f"{flag} {value:.3g}" for flag, value in flags.items() if value is not None]
+    given = [f"{flag} {statistics.median(found):.3g}" for flag, found in flags.items() if found]
     return f"{table}\n\nfor qsdp plan: {' '.join(given)}" if given else table
 
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from typing import Any, get_args
 
 from qsdp.bench.launch import run_ranks
-from qsdp.bench.variants import HELP, bench_config, measure, medians, parse_variant, prepare
-from qsdp.bench.variants import ranks_per_node as equal_ranks_per_node
+from qsdp.bench.steps import TIMES, bench_config, measure, medians, prepare, ranks_per_node
 from qsdp.columns import format_columns
+from qsdp.plan.variant import HELP, parse_variant
 from qsdp.trainer.config import PresetName, TrainConfig
 from qsdp.trainer.model import num_parameters
 from qsdp.trainer.ranks import process_group
@@ -28,9 +27,8 @@ COLUMNS = ("variant", "step s", "compute", "encode", "network", "decode", "MB se
            "vs bf16")  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Measure on every rank, print on rank 0; returns the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
     options = _parser().parse_args(argv)
     for name in options.variants:
         parse_variant(name)
@@ -64,12 +62,12 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> None:
     with process_group(options.device, options.timeout) as ranks:
         config = _config(options)
-        per_node = equal_ranks_per_node(int(os.environ["LOCAL_WORLD_SIZE"]), ranks.num_ranks)
-        trainings = {
+        per_node = ranks_per_node(int(os.environ["LOCAL_WORLD_SIZE"]), ranks.num_ranks)
+        contenders = {
             name: prepare(parse_variant(name), config, ranks, per_node) for name in options.variants
         }
-        parameters = num_parameters(next(iter(trainings.values())).model)
-        samples = measure(trainings, steps=options.steps, warm_up=options.warm_up, first_step=1)
+        parameters = num_parameters(next(iter(contenders.values())).training.model)
+        samples = measure(contenders, steps=options.steps, warm_up=options.warm_up, first_step=1)
         if ranks.rank == 0:
             found = _rows({name: medians(s) for name, s in samples.items()})
             if options.json:
@@ -108,11 +106,7 @@ def _rows(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    times = [f"{row[k]:.4f}" for k in ("step_s", "compute_s", "encode_s", "network_s", "decode_s")]
+    times = [f"{row[name]:.4f}" for name in TIMES]
     speedups = [row[f"speedup_over_{stock}"] for stock in ("fp32", "bf16")]
     return [row["variant"], *times, f"{row['sent'] / 1e6:.1f}",
             *("-" if s is None else f"{s:.2f}" for s in speedups)]  # fmt: skip
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,4 +1,6 @@
-"""`qsdp bench network`: step times between hosts whose links are slowed down.
+"""Step times between hosts whose links are slowed down.
+
+    python -m benchmarks.network      in a checkout, as root
 
 Makes hosts out of network namespaces on this machine, starts torchrun in each, and times the
 trainer's own step at one bandwidth after another: stock FSDP2 beside qsdp, in turn. Needs Linux and
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,15 +24,20 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qsdp.bench import network_report as report
-from qsdp.bench.hosts import INTERFACE, Hosts, require_privileges
-from qsdp.bench.remote import Control
+from benchmarks.network import report
+from benchmarks.network.hosts import INTERFACE, Hosts, require_privileges
+from benchmarks.network.remote import Control
+from qsdp.bench.launch import torchrun
+from qsdp.bench.steps import bench_config
+from qsdp.plan.variant import HELP, parse_variant
+from qsdp.trainer.launch import rank_environment
 
+ROOT = Path(__file__).parents[2]
+NAME = "python -m benchmarks.network"
 GBPS = (None, 10.0, 1.0, 0.5, 0.2, 0.1, 0.05)
 FLAT_GBPS = (None, 0.2, 0.1)
 VARIANTS = ("stock-fp32", "stock-bf16", "qsdp-fp32", "w8g8", "w4g4", "w8g8-bf16", "w4g4-bf16")
 FLAT_VARIANTS = ("stock-fp32", "w8g8-flat", "w8g8")
-LAYOUTS = ("2x1", "2x2")
 MASTER_PORT = 29500
 NETWORK_SHARE = 0.75
 
@@ -44,17 +52,22 @@ class Layout(NamedTuple):
         return f"{self.hosts}x{self.ranks}"
 
 
+LAYOUTS = (Layout(2, 1), Layout(2, 2))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure, print, and write what was asked for; returns the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
     options = _parser().parse_args(argv)
-    _check(options)
-    require_privileges()
     try:
+        _check(options)
+        require_privileges()
         found = measure_network(options)
     except KeyboardInterrupt:
-        print("qsdp bench network: interrupted; hosts and processes are gone", file=sys.stderr)
+        print(f"{NAME}: interrupted; hosts and processes are gone", file=sys.stderr)
         return 130
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"{NAME}: error: {error}", file=sys.stderr)
+        return 1
     text = json.dumps(found, indent=1)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -66,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="qsdp bench network", description=__doc__)
+    parser = argparse.ArgumentParser(prog=NAME, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--layout", nargs="+", metavar="HxR", default=LAYOUTS, type=_layout,
@@ -77,8 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         "--variants",
         nargs="+",
         metavar="NAME",
-        help="what to compare, see the documentation; "
-        f"default {' '.join(VARIANTS)}, and with several ranks a host {' '.join(FLAT_VARIANTS)}",
+        help=f"what to compare: {HELP}; default {' '.join(VARIANTS)}, and with several ranks a "
+        f"host {' '.join(FLAT_VARIANTS)}",
     )
     add("--steps", type=int, default=5, help="measured steps of each variant; default 5")
     add("--warm-up", type=int, default=1, help="steps before them at each bandwidth; default 1")
@@ -119,17 +132,11 @@ def _gbps(text: str) -> float | None:
 
 def _check(options: argparse.Namespace) -> None:
     """Raises ValueError before anything is built."""
-    from qsdp.bench.variants import bench_config, parse_variant
-
     for name in options.variants or ():
         parse_variant(name)
-    options.layout = [_layout(x) if isinstance(x, str) else x for x in options.layout]
-    for name in ("steps", "warm_up"):
-        if getattr(options, name) < (name == "steps"):
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"{flag} must be at least {int(name == 'steps')}, got {getattr(options, name)}"
-            )
+    for flag, given, least in (("--steps", options.steps, 1), ("--warm-up", options.warm_up, 0)):
+        if given < least:
+            raise ValueError(f"{flag} must be at least {least}, got {given}")
     for layout in options.layout:
         bench_config(**_model(options)).micro_batches(layout.hosts * layout.ranks)
         if options.batch_size % (layout.hosts * layout.ranks):
@@ -212,13 +219,12 @@ def _measure_layout(
 @contextmanager
 def _ranks(hosts: Hosts, layout: Layout, options: argparse.Namespace) -> Iterator[Control]:
     """torchrun on every host, and the connection to their rank 0."""
-    from qsdp.bench.launch import torchrun
-    from qsdp.trainer.launch import rank_environment
-
     settings = json.dumps({"model": _model(options), "timeout_s": options.timeout})
     environment = rank_environment(layout.hosts * layout.ranks) | {
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "TP_SOCKET_IFNAME": INTERFACE,
+        # The ranks find this package wherever the benchmark was started.
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     }
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qsdp-")))
@@ -240,7 +246,8 @@ def _ranks(hosts: Hosts, layout: Layout, options: argparse.Namespace) -> Iterato
             command = torchrun(
                 "--nnodes", str(layout.hosts), "--nproc-per-node", str(layout.ranks),
                 "--node-rank", str(host), "--master-addr", hosts.address(0),
-                "--master-port", str(MASTER_PORT), "-m", "qsdp.bench.remote", socket_path, settings,
+                "--master-port", str(MASTER_PORT), "-m", "benchmarks.network.remote",
+                socket_path, settings,
             )  # fmt: skip
             processes.append(
                 subprocess.Popen(
@@ -267,3 +274,7 @@ def _last_error(log: Path) -> str:
 def say(text: str) -> None:
     """Progress, beside the results."""
     print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

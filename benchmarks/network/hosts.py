@@ -63,7 +63,7 @@ class Hosts:
         require_privileges()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _interrupt)
-        remove_abandoned()
+        _remove_abandoned()
         try:
             self._build()
         except BaseException:
@@ -129,25 +129,24 @@ def require_privileges() -> None:
     for tool in ("ip", "tc"):
         if _tool(tool) is None:
             raise RuntimeError(
-                f"qsdp bench network needs Linux and iproute2, and there is no `{tool}`: "
+                f"the network benchmark needs Linux and iproute2, and there is no `{tool}`: "
                 f"apt-get install iproute2{instead}"
             )
     if os.geteuid() != 0:
         raise RuntimeError(
-            "qsdp bench network makes network namespaces, which only root may do, and this is "
+            "the network benchmark makes network namespaces, which only root may do, and this is "
             f"user {os.geteuid()}: run it with sudo{instead}"
         )
 
 
-def remove_abandoned() -> list[str]:
-    """Remove hosts whose process was killed before it could; returns their namespaces."""
+def _remove_abandoned() -> None:
+    """Remove hosts whose process was killed before it could."""
     abandoned = []
     for name in _namespaces():
         match = re.fullmatch(rf"{_PREFIX}-(\d+)-(?:\d+|switch)", name)
         if match and not Path(f"/proc/{match[1]}").exists():
             abandoned.append(name)
     _remove_namespaces(abandoned)
-    return abandoned
 
 
 def sent_bytes(interface: str = INTERFACE) -> int:
@@ -217,7 +216,7 @@ def _run(command: list[str]) -> str:
     if done.returncode:
         message = " ".join((done.stderr or done.stdout).split())
         raise RuntimeError(
-            f"`{' '.join(command)}` failed: {message}. qsdp bench network needs root with the "
+            f"`{' '.join(command)}` failed: {message}. The network benchmark needs root with the "
             "right to make network namespaces, and a kernel with veth, bridge and tbf"
         )
     return done.stdout

@@ -1,23 +1,20 @@
-"""What `qsdp bench network` measured, as cells, tables, verdicts and a plot.
+"""What the network benchmark measured, as cells, tables, verdicts and a plot.
 
 A cell is one variant at one bandwidth: a JSON object with the medians of its steps.
 """
 
 from __future__ import annotations
 
-import datetime
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qsdp.bench import output
+from qsdp.bench.steps import TIMES, Sample, medians
 from qsdp.columns import format_columns
 
 BASELINES = ("stock-fp32", "stock-bf16")
-HEADER_BYTES = 66  # Ethernet, IP and TCP headers of a frame
-FRAME_BYTES = 9014
-TIMES = ("step_s", "compute_s", "encode_s", "network_s", "decode_s")
 PLOT_STYLE = {
     "stock-fp32": ("black", "o"),
     "stock-bf16": ("dimgray", "s"),
@@ -28,8 +25,6 @@ PLOT_STYLE = {
     "w8g8-bf16": ("tab:purple", "d"),
     "w4g4-bf16": ("tab:olive", "p"),
 }
-
-
 # Each beside the stock run that computes in the same precision.
 SPEEDUP_BARS = (
     ("w8g8", "fp32", 2.25),
@@ -41,11 +36,9 @@ SPEEDUP_BARS = (
 
 def facts() -> dict[str, Any]:
     """Where and when; other work on the machine shows in every number."""
-    from qsdp.bench import output
-
     return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": f"{output.cpu_model()}, {os.cpu_count()} cores",
+        "date": output.date(),
+        "machine": output.machine(),
         "load": output.load(),
         "commit": output.commit(),
     }
@@ -55,8 +48,6 @@ def cells(
     gbps: float | None, measured: Mapping[str, Sequence[Sequence[Any]]]
 ) -> list[dict[str, Any]]:
     """The medians of each variant's samples at one bandwidth."""
-    from qsdp.bench.variants import Sample, medians
-
     return [
         {"variant": name, "bandwidth_gbps": gbps, **medians([Sample(*row) for row in rows])}
         for name, rows in measured.items()
@@ -115,27 +106,26 @@ def format_report(found: Mapping[str, Any]) -> str:
         hosts, ranks = layout["hosts"], layout["ranks_per_host"]
         lines += ["", f"{hosts} hosts with {ranks} rank{'s' * (ranks > 1)} each", ""]
         lines.append(_table(layout["cells"]))
-        lines += ["", *(verdict for verdict in verdicts(layout))]
+        lines += ["", *verdicts(layout)]
     return "\n".join(lines)
 
 
 def _table(found: Sequence[Mapping[str, Any]]) -> str:
     header = ("bandwidth", "variant", "step", "compute", "encode", "network", "decode", "MB out",
               "nic/qsdp", "vs fp32", "vs bf16", "vs no limit")  # fmt: skip
-    rows = []
-    for cell in sorted(found, key=lambda c: -(c["bandwidth_gbps"] or float("inf"))):
-        rows.append(
-            (
-                speed(cell["bandwidth_gbps"]),
-                cell["variant"],
-                *(f"{cell[name]:.3f}" for name in TIMES),
-                f"{cell['between_nodes'] / 1e6:.1f}",
-                _number(cell["interface_over_counted"], ".3f"),
-                _number(cell["speedup_over_fp32"], ".2f"),
-                _number(cell["speedup_over_bf16"], ".2f"),
-                _number(cell["times_unlimited"], ".2f"),
-            )
-        )  # fmt: skip
+    rows = [
+        (
+            speed(cell["bandwidth_gbps"]),
+            cell["variant"],
+            *(f"{cell[name]:.3f}" for name in TIMES),
+            f"{cell['between_nodes'] / 1e6:.1f}",
+            _number(cell["interface_over_counted"], ".3f"),
+            _number(cell["speedup_over_fp32"], ".2f"),
+            _number(cell["speedup_over_bf16"], ".2f"),
+            _number(cell["times_unlimited"], ".2f"),
+        )
+        for cell in sorted(found, key=lambda c: -(c["bandwidth_gbps"] or float("inf")))
+    ]
     return format_columns(header, rows)
 
 

@@ -1,4 +1,4 @@
-"""The conversation between `qsdp bench network` and the ranks on its hosts.
+"""The conversation between the network benchmark and the ranks on its hosts.
 
 Ranks live in other network namespaces, which a Unix socket in a folder crosses. Rank 0 holds the
 connection and passes every request on to the other ranks, so that all of them do the same.
@@ -10,7 +10,7 @@ A request is one line of JSON, and so is the answer:
     {"do": "steps", "steps": n, "warm_up": w}       -> {variant: [[sample, ...], ...]}
     {"do": "end"}                                   -> {}
 
-This module is also what the ranks run: ``python -m qsdp.bench.remote SOCKET SETTINGS``.
+This module is also what the ranks run: ``python -m benchmarks.network.remote SOCKET SETTINGS``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,14 @@ import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from benchmarks.network.hosts import sent_bytes
+from qsdp.agreement import all_gather_json
+from qsdp.bench.link import measure_links
+from qsdp.bench.steps import Contender, bench_config, measure, prepare
+from qsdp.plan.variant import parse_variant
+from qsdp.trainer.model import num_parameters
+from qsdp.trainer.ranks import Ranks, process_group
 
 CONNECT_TIMEOUT_S = 120.0
 POLL_S = 0.5
@@ -76,8 +84,6 @@ class Control:
 
 def main(argv: list[str]) -> int:
     """One rank: do what the benchmark asks until it says that this is the end."""
-    from qsdp.trainer.ranks import process_group
-
     path, settings = argv[0], json.loads(argv[1])
     with process_group("cpu", settings["timeout_s"]) as ranks:
         lines = _requests(path) if ranks.rank == 0 else None
@@ -103,15 +109,13 @@ def _requests(path: str) -> Any:
 class _Worker:
     """What a rank keeps between requests."""
 
-    def __init__(self, ranks: Any, settings: dict[str, Any]) -> None:
+    def __init__(self, ranks: Ranks, settings: dict[str, Any]) -> None:
         self._ranks, self._settings = ranks, settings
-        self._trainings: dict[str, Any] = {}
+        self._contenders: dict[str, Contender] = {}
         self._step = 1
 
     def pass_on(self, request: dict[str, Any] | None) -> dict[str, Any]:
         """Rank 0's request, on every rank."""
-        from qsdp.agreement import all_gather_json
-
         found: dict[str, Any] = all_gather_json(request)[0]
         return found
 
@@ -129,31 +133,23 @@ class _Worker:
             return {"error": f"rank {self._ranks.rank}: {type(error).__name__}: {error}"}
 
     def _prepare(self, request: dict[str, Any]) -> dict[str, Any]:
-        from qsdp.bench.variants import bench_config, parse_variant, prepare
-        from qsdp.trainer.model import num_parameters
-
         config = bench_config(**self._settings["model"])
         per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-        self._trainings = {
+        self._contenders = {
             name: prepare(parse_variant(name), config, self._ranks, per_node)
             for name in request["variants"]
         }
-        model = next(iter(self._trainings.values())).model
+        model = next(iter(self._contenders.values())).training.model
         return {"parameters": num_parameters(model)}
 
     def _links(self, request: dict[str, Any]) -> dict[str, Any]:
-        from qsdp.bench.link import measure_links
-
         links = measure_links(self._ranks.device, round(request["mib"] * 2**20))
         return {"links": [link._asdict() for link in links]}
 
     def _steps(self, request: dict[str, Any]) -> dict[str, Any]:
-        from qsdp.bench.hosts import sent_bytes
-        from qsdp.bench.variants import measure
-
         steps, warm_up = request["steps"], request["warm_up"]
         samples = measure(
-            self._trainings,
+            self._contenders,
             steps=steps,
             warm_up=warm_up,
             first_step=self._step,

@@ -1,22 +1,21 @@
 """What a user would take in place of qsdp, as far as it is installed: encode and decode of each.
 
 A peer that cannot be imported is left out. Where an interface allows it, outputs are reused; the
-others allocate, which :mod:`qsdp.bench.kernels` makes as cheap as it gets.
+others allocate, which the command makes as cheap as it gets.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from qsdp.bench.measure import BLOCK_SIZE, SUM_ROWS, Candidate, Case, Peers, Settings
 from qsdp.kernels import reference
-from qsdp.kernels.packing import pack, unpack
-from qsdp.wire import Segment
-
-BLOCK_SIZE = 1024
+from qsdp.quantizer import Quantizer
 
 
 class Peer(NamedTuple):
@@ -28,46 +27,65 @@ class Peer(NamedTuple):
     decode: Callable[[], object]
 
 
-def peers(values: torch.Tensor, bits: int, *, compiled: bool) -> Iterator[Peer]:
+def candidates(settings: Settings, *, compiled: bool) -> Peers:
+    """What to time beside our kernels on ``settings``; all peers take float32.
+
+    Args:
+        compiled: include torch.compile of the reference (minutes of compilation).
+    """
+
+    def of(case: Case) -> Iterator[Candidate]:
+        if case.values.dtype != torch.float32 or case.op not in ("encode", "decode", "decode_sum"):
+            return
+        if case.op == "decode_sum":
+            yield from _fbgemm_sum(case)
+            return
+        found = list(installed(case.values, case.bits))
+        if compiled:
+            found.append(_compiled_reference(case.values, case.bits))
+        if case.bits == max(settings.bits):
+            found.append(_bfloat16_cast(case.values))
+        for peer in found:
+            run = peer.encode if case.op == "encode" else peer.decode
+            moved = case.values.nbytes + case.values.numel() * peer.bits // 8
+            yield Candidate("nearest", peer.bits, run, moved, peer.name)
+
+    return of
+
+
+def installed(values: torch.Tensor, bits: int) -> Iterator[Peer]:
     """The peers that quantize float32 ``values`` to ``bits`` bits on their device.
 
     Args:
         values: (numel,), a multiple of ``BLOCK_SIZE``.
-        compiled: include torch.compile of the reference (minutes of compilation).
     """
     makers: list[Callable[[torch.Tensor], Peer]] = []
     on_cpu = values.device.type == "cpu"
     if bits == 8:
         makers += [_bitsandbytes, _torchao, _ddp_hook]
-        makers += [_fbgemm_byte, _hivemind] if on_cpu else []
-    if bits == 4 and on_cpu:
-        makers += [_fbgemm_4bit]
+        makers += [_hivemind] if on_cpu else []
+    if bits in (4, 8) and on_cpu:
+        makers += [partial(_fbgemm, bits=bits)]
     for make in makers:
         try:
             yield make(values)
         except (ImportError, AttributeError, NotImplementedError):
             continue
-    if compiled:
-        yield _compiled_reference(values, bits)
 
 
-def bfloat16_cast(values: torch.Tensor) -> Peer:
+def _bfloat16_cast(values: torch.Tensor) -> Peer:
     """Not quantization, but what sends half the bytes with no further ado."""
     half = torch.empty_like(values, dtype=torch.bfloat16)
     back = torch.empty_like(values)
     return Peer("cast to bfloat16", 16, lambda: half.copy_(values), lambda: back.copy_(half))
 
 
-def fbgemm_sum(rows: torch.Tensor, bits: int) -> Callable[[], object] | None:
-    """Unpack every row with fbgemm and add: what decode_sum replaces. For 8 and 4 bits, on CPU.
-
-    Args:
-        rows: (num_rows, numel) float32.
-    """
-    if rows.device.type != "cpu" or bits not in (4, 8):
-        return None
-    make = _fbgemm_byte if bits == 8 else _fbgemm_4bit
-    unpacks = [make(row).decode for row in rows]
+def _fbgemm_sum(case: Case) -> Iterator[Candidate]:
+    """Unpack every row with fbgemm and add: what decode_sum replaces. For 8 and 4 bits, on CPU."""
+    rows = case.values.view(SUM_ROWS, -1)
+    if rows.device.type != "cpu" or case.bits not in (4, 8):
+        return
+    unpacks = [_fbgemm(row, case.bits).decode for row in rows]
 
     def unpack_and_add() -> object:
         total: Any = unpacks[0]()
@@ -75,31 +93,18 @@ def fbgemm_sum(rows: torch.Tensor, bits: int) -> Callable[[], object] | None:
             total += one()
         return total
 
-    return unpack_and_add
+    moved = rows[0].nbytes + rows.numel() * case.bits // 8
+    yield Candidate("nearest", case.bits, unpack_and_add, moved, "fbgemm")
 
 
-def _fbgemm_byte(values: torch.Tensor) -> Peer:
-    ops = torch.ops.quantized
-    table = values.view(-1, BLOCK_SIZE)
-    packed = ops.embedding_bag_byte_prepack(table)
-    return Peer(
-        "fbgemm",
-        8,
-        lambda: ops.embedding_bag_byte_prepack(table),
-        lambda: ops.embedding_bag_byte_unpack(packed),
+def _fbgemm(values: torch.Tensor, bits: int) -> Peer:
+    stem = f"embedding_bag_{'byte' if bits == 8 else '4bit'}"
+    prepack, unpack = (
+        getattr(torch.ops.quantized, f"{stem}_{way}") for way in ("prepack", "unpack")
     )
-
-
-def _fbgemm_4bit(values: torch.Tensor) -> Peer:
-    ops = torch.ops.quantized
     table = values.view(-1, BLOCK_SIZE)
-    packed = ops.embedding_bag_4bit_prepack(table)
-    return Peer(
-        "fbgemm",
-        4,
-        lambda: ops.embedding_bag_4bit_prepack(table),
-        lambda: ops.embedding_bag_4bit_unpack(packed),
-    )
+    packed = prepack(table)
+    return Peer("fbgemm", bits, lambda: prepack(table), lambda: unpack(packed))
 
 
 def _bitsandbytes(values: torch.Tensor) -> Peer:
@@ -167,18 +172,18 @@ def _ddp_hook(values: torch.Tensor) -> Peer:
 
 
 def _compiled_reference(values: torch.Tensor, bits: int) -> Peer:
-    segment = Segment(values.numel(), bits, BLOCK_SIZE)
+    quantizer = Quantizer(bits, BLOCK_SIZE, "nearest")
     blocks = values.view(1, -1, BLOCK_SIZE)
 
     @torch.compile
     def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        scale, offset, code = reference.quantize_blocks(x, segment, 0, 0, 0, 0)
-        return scale, offset, pack(code, bits)
+        scale, offset, code = reference.quantize_blocks(x, quantizer, 0, 0, 0, 0)
+        return scale, offset, reference.pack(code, bits)
 
     @torch.compile
     def decode(scale: torch.Tensor, offset: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-        code = unpack(packed, bits, BLOCK_SIZE)
-        return reference.dequantize_blocks(scale, offset, code, segment)
+        code = reference.unpack(packed, bits, BLOCK_SIZE)
+        return reference.dequantize_blocks(scale, offset, code, quantizer)
 
     encoded = encode(blocks)
     return Peer("torch.compile", bits, lambda: encode(blocks), lambda: decode(*encoded))

@@ -8,44 +8,31 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import qsdp
 from qsdp.agreement import all_gather_json
+from qsdp.plan.variant import Variant
 from qsdp.trainer.comm import quantize_communication
 from qsdp.trainer.config import PRESETS, TrainConfig
 from qsdp.trainer.model import build_optimizer, new_model, shard
 from qsdp.trainer.ranks import Ranks
 from qsdp.trainer.step import Training, take_step
 
-BF16 = {"precision": "bf16", "reduce_precision": "bf16"}
-STOCK: dict[str, dict[str, Any]] = {"stock-fp32": {}, "stock-bf16": BF16}
-UNQUANTIZED = "qsdp-fp32"
-SPLIT = ("compute_s", "encode_s", "network_s", "decode_s")
-HELP = (
-    "stock-fp32 and stock-bf16 (FSDP2 as it is), qsdp-fp32 (qsdp's transport, nothing quantized), "
-    "w{2..8}g{2..8} (two-level where nodes have several ranks), with -flat for flat collectives "
-    "and -bf16 for computation in bfloat16"
-)
+TIMES = ("step_s", "compute_s", "encode_s", "network_s", "decode_s")
 
 
-class Variant(NamedTuple):
-    """A way to communicate, and what it takes of a run's configuration."""
+class Contender(NamedTuple):
+    """A variant and the training that communicates in its way."""
 
-    name: str
-    settings: dict[str, Any]
-    two_level: bool
-
-    @property
-    def is_stock(self) -> bool:
-        return self.name in STOCK
+    variant: Variant
+    training: Training
 
 
 class Sample(NamedTuple):
@@ -67,19 +54,6 @@ class Sample(NamedTuple):
     on_interface: int | None
 
 
-def parse_variant(name: str) -> Variant:
-    """Raises ValueError on a name that is none."""
-    if name in STOCK:
-        return Variant(name, {"comm": "w32g32", **STOCK[name]}, two_level=False)
-    if name == UNQUANTIZED:
-        return Variant(name, {"comm": "w8g8", "keep_full_precision": ("*",)}, two_level=True)
-    match = re.fullmatch(r"(w[2-8]g[2-8])(-flat)?(-bf16)?", name)
-    if not match:
-        raise ValueError(f"unknown variant {name!r}: there are {HELP}")
-    settings = {"comm": match[1], **(BF16 if match[3] else {})}
-    return Variant(name, settings, two_level=not match[2])
-
-
 def bench_config(
     *, preset: str | None, layers: int, width: int, heads: int, **settings: Any
 ) -> TrainConfig:
@@ -89,38 +63,48 @@ def bench_config(
     return replace(PRESETS["tiny"](), layers=layers, width=width, heads=heads, **settings)
 
 
-def prepare(variant: Variant, base: TrainConfig, ranks: Ranks, per_node: int) -> Training:
-    """A sharded model, its optimizer and its communication; a collective call."""
-    two_level = variant.two_level and 1 < per_node < ranks.num_ranks
-    config = replace(base, **variant.settings, intra_node=per_node if two_level else None)
+def prepare(variant: Variant, base: TrainConfig, ranks: Ranks, per_node: int) -> Contender:
+    """A sharded model, its optimizer and its communication; a collective call.
+
+    Raises:
+        ValueError: the variant was written for nodes of another size.
+    """
+    config = replace(
+        base,
+        comm=variant.comm,
+        ranks_per_node=variant.config_on(ranks.num_ranks // per_node, per_node).ranks_per_node,
+        precision=_precision(variant.weight_dtype),
+        reduce_precision=_precision(variant.gradient_dtype),
+    )
     torch.manual_seed(config.seed)
     model = new_model(config, config.vocab_size, eos_token_id=0)
     shard(model, config, ranks)
     optimizer = build_optimizer(model, config)
     quantize_communication(model, config)
-    return Training(config, ranks, model, optimizer, _RandomBatches(config, ranks))
+    batches = _RandomBatches(config, ranks)
+    return Contender(variant, Training(config, ranks, model, optimizer, batches))
 
 
 def measure(
-    trainings: dict[str, Training],
+    contenders: Mapping[str, Contender],
     *,
     steps: int,
     warm_up: int,
     first_step: int,
     interface: Callable[[], int] | None = None,
 ) -> dict[str, list[Sample]]:
-    """``steps`` steps of each variant in turn, after ``warm_up`` more; a collective call.
+    """``steps`` steps of each contender in turn, after ``warm_up`` more; a collective call.
 
     Args:
         first_step: number of the first step, for the learning rate and the random numbers.
         interface: reads the bytes that this rank's node has sent.
     """
-    order, shuffle = list(trainings), random.Random(first_step).shuffle
-    found: dict[str, list[Sample]] = {name: [] for name in trainings}
+    order, shuffle = list(contenders), random.Random(first_step).shuffle
+    found: dict[str, list[Sample]] = {name: [] for name in contenders}
     for round_ in range(warm_up + steps):
         shuffle(order)
         for name in order:
-            sample = _sample(name, trainings[name], first_step + round_, interface)
+            sample = _sample(contenders[name], first_step + round_, interface)
             if round_ >= warm_up:
                 found[name].append(sample)
     return found
@@ -138,9 +122,12 @@ def ranks_per_node(local_size: int, num_ranks: int) -> int:
     return local_size if len(sizes) == 1 and num_ranks % local_size == 0 else 1
 
 
-def _sample(
-    name: str, training: Training, step: int, interface: Callable[[], int] | None
-) -> Sample:
+def _precision(dtype: torch.dtype) -> Literal["fp32", "bf16"]:
+    return "bf16" if dtype == torch.bfloat16 else "fp32"
+
+
+def _sample(contender: Contender, step: int, interface: Callable[[], int] | None) -> Sample:
+    stock, training = contender.variant.is_stock, contender.training
     dist.barrier()
     before = interface() if interface else 0
     result = take_step(training, step)
@@ -148,17 +135,16 @@ def _sample(
     sent = interface() - before if interface else None
     metrics, comm = result.metrics, result.comm
     mine = {
-        **{key: metrics[key] for key in ("step_s", *SPLIT)},
+        **{key: metrics[key] for key in TIMES},
         "sent": comm.sent,
-        "between": _between_nodes(parse_variant(name), comm, training.ranks.device),
+        "between": _between_nodes(stock, comm, training.ranks.device),
         "interface": sent,
         "local_rank": int(os.environ["LOCAL_RANK"]),
     }
     everyone = all_gather_json(mine)
     first_of_nodes = [rank for rank in everyone if rank["local_rank"] == 0]
-    stock = parse_variant(name).is_stock
     return Sample(
-        **{key: statistics.mean(rank[key] for rank in everyone) for key in ("step_s", *SPLIT)},
+        **{key: statistics.mean(rank[key] for rank in everyone) for key in TIMES},
         sent=sum(rank["sent"] for rank in everyone),
         between_nodes=sum(rank["between"] for rank in (first_of_nodes if stock else everyone)),
         on_interface=(
@@ -167,13 +153,13 @@ def _sample(
     )
 
 
-def _between_nodes(variant: Variant, comm: qsdp.CommStats, device: torch.device) -> int:
+def _between_nodes(stock: bool, comm: qsdp.CommStats, device: torch.device) -> int:
     """Bytes that leave a node because of this rank; for stock, because of the whole node.
 
     Stock collectives are rings, over which each node passes on what one rank sends. gloo has no
     reduce-scatter: torch does an all-reduce and drops what it does not need, twice the bytes.
     """
-    if not variant.is_stock:
+    if not stock:
         return comm.inter_node_sent
     twice = 2 if device.type == "cpu" else 1
     return comm.all_gather_sent + twice * comm.reduce_scatter_sent

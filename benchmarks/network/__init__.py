@@ -1,0 +1,1 @@
+"""Step times between network namespaces; `python -m benchmarks.network` runs it."""
