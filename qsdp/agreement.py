@@ -55,6 +55,32 @@ def require_agreement(
     raise AssertionError("digests differ but texts do not")
 
 
+def require_agreement_in(
+    groups: Mapping[dist.ProcessGroup, torch.device],
+    facts: Mapping[str, Any],
+    error: Exception | None,
+) -> None:
+    """:func:`require_agreement` in several groups that share ranks, so that all learn of an error.
+
+    A rank whose group disagrees tells its other groups before it raises, or their ranks would wait.
+
+    Args:
+        groups: with the device of each, in the same order on all ranks.
+        error: what is wrong on this rank, raised here as it is; or None.
+
+    Raises:
+        ValueError: as :func:`require_agreement`.
+    """
+    failure = error
+    for group, device in groups.items():
+        try:
+            require_agreement(facts, None if failure is None else str(failure), group, device)
+        except ValueError as raised:
+            failure = failure or raised
+    if failure is not None:
+        raise failure
+
+
 def all_gather_json(
     value: Any, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> list[Any]:

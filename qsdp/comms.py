@@ -11,7 +11,6 @@ import torch.distributed as dist
 from qsdp.buffers import pool
 from qsdp.collectives import (
     ReduceOp,
-    all_gather_quantized,
     all_reduce_quantized,
     gather_stages,
     piece_layout,
@@ -21,7 +20,7 @@ from qsdp.exchange import Stages, gather_in_hops, run
 from qsdp.memory import KeptWeights
 from qsdp.param_group import AllGather, ParamGroup, ReduceScatter
 from qsdp.stats import CommMeter
-from qsdp.unit import Unit
+from qsdp.unit import Part, Unit
 from qsdp.wire import VALUE_DTYPES
 
 Size = Sequence[int | torch.SymInt]
@@ -93,32 +92,53 @@ class QuantizedAllGather(ObservedAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        unit, numel, dtype = self.unit, input_tensor.numel(), input_tensor.dtype
         # Another group: with reshard_after_forward=<int> the backward gather runs on a smaller
         # one, over values that the forward decoded. Quantizing those again would change them.
-        # Another dtype: uint8 is a buffer that somebody else has packed.
-        if group is not unit.handle.group or dtype not in VALUE_DTYPES:
+        # No parts: a buffer that somebody else has packed.
+        parts = self.unit.parts(input_tensor.dtype, input_tensor.numel())
+        if group is not self.unit.handle.group or not parts:
             return super().__call__(output_tensor, input_tensor, group, async_op)
-        kept, in_backward = unit.kept_weights(dtype), unit.handle.in_backward
+        if len(parts) == 1:
+            stages = self._gather(parts[0], output_tensor, input_tensor, group)
+        else:
+            stages = self._gather_each(parts, output_tensor, input_tensor, group)
+        return run(stages, async_op, self.meter, input_tensor.device)
+
+    def _gather_each(
+        self,
+        parts: list[Part],
+        output: torch.Tensor,
+        input: torch.Tensor,
+        group: dist.ProcessGroup,
+    ) -> Stages:
+        """Parameters of several dtypes, which FSDP2 packs as bytes in their order."""
+        handle = self.unit.handle
+        kinds = zip(handle.shard_numels, handle.gather_dtypes, strict=True)
+        sizes = [numel * dtype.itemsize for numel, dtype in kinds]
+        own, rows = input.split(sizes), output.view(group.size(), -1).split(sizes, dim=1)
+        for part in parts:
+            values = torch.cat([own[i] for i in part.indices]).view(part.dtype)
+            found = pool.take(group.size() * values.numel(), part.dtype, values.device)
+            yield from self._gather(part, found, values, group)
+            decoded = found.view(group.size(), -1).view(torch.uint8)
+            pieces = decoded.split([sizes[i] for i in part.indices], dim=1)
+            for index, piece in zip(part.indices, pieces, strict=True):
+                rows[index].copy_(piece)
+
+    def _gather(
+        self, part: Part, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup
+    ) -> Stages:
+        """Values of one dtype."""
+        unit, kept, in_backward = self.unit, part.kept, self.unit.handle.in_backward
         # In backward the weights must be those of the forward, tables included.
         if unit.learns and not in_backward and (kept is None or kept.started):
-            unit.learn("weights", unit.everything, input_tensor.view(1, -1), dtype)
+            unit.learn("weights", part.indices, input.view(1, -1), part.dtype)
+        if kept is not None and kept.started and in_backward:
+            return self._again(kept, output)
         if kept is not None:
-            if kept.started and in_backward:
-                stages = self._again(kept, output_tensor)
-            else:
-                stages = self._differences(kept, output_tensor, input_tensor, group)
-            return run(stages, async_op, self.meter, input_tensor.device)
-        return all_gather_quantized(
-            output_tensor,
-            input_tensor,
-            group,
-            quantizer=unit.gather_layout(numel, dtype),
-            key=unit.weights_key,
-            nodes=unit.nodes,
-            async_op=async_op,
-            meter=self.meter,
-        )
+            return self._differences(part, kept, output, input, group)
+        layout = unit.layout("weights", part.indices, part.dtype)
+        return gather_stages(output, input, group, unit.nodes, layout, unit.weights_key, self.meter)
 
     def _again(self, kept: KeptWeights, output: torch.Tensor) -> Stages:
         """What was decoded last is still there: nothing moves."""
@@ -130,6 +150,7 @@ class QuantizedAllGather(ObservedAllGather):
 
     def _differences(
         self,
+        part: Part,
         kept: KeptWeights,
         output: torch.Tensor,
         values: torch.Tensor,
@@ -145,7 +166,7 @@ class QuantizedAllGather(ObservedAllGather):
             with meter.phase("decode", device):
                 kept.start(rows, values)
             return
-        layout = unit.gather_layout(numel, values.dtype)
+        layout = unit.layout("weights", part.indices, part.dtype)
         with meter.phase("encode", device):
             change, whole = kept.outgoing(values, unit.learner.reductions)
         marks = yield from gather_stages(

@@ -29,6 +29,9 @@ from qsdp.ways import (
 )
 
 FULL_PRECISION = 32
+# Parameters that are few, that decide much, and that other low-precision training leaves alone:
+# routers of mixtures of experts, and what state-space models exponentiate.
+EXACT = ("*.gate.*", "*.router.*", "*.A_log", "*.D", "*.dt_bias", "*.dt_proj.*")
 _FEW_BITS = 4  # to which presets do more than round
 
 
@@ -44,14 +47,15 @@ class QSDPConfig:
         exceptions: from glob patterns over parameter names to what counts for these in place of
             ``weights`` and ``gradients``: :class:`Ways`, the name of a preset
             (``{"*.wte.*": "w6g4"}``), or None for full precision in every direction. The first
-            pattern that matches counts. Each must match a parameter.
+            pattern that matches counts. Each must match a parameter. Parameters that :data:`EXACT`
+            names travel in full precision unless an exception says otherwise.
         ranks_per_node: ranks of an FSDP group in each node, consecutive in it: collectives then
             take two levels, and each rank's part leaves its node once. None for flat ones.
         inside_node: quantizer of the gradients inside a node, or None for their own dtype there.
         replicas: the way of the gradients between HSDP's replicas: a Quantizer or
             :class:`Feedback`; None leaves them to FSDP2's own all-reduce.
         min_numel: parameters with fewer elements (counted unsharded) travel in full precision, as
-            one-dimensional ones always do.
+            vectors always do, whether they have one dimension or one column (packed weights).
         seed: of the random rounding, 64 bits.
         verify: send a checksum with every row, and raise on the rank that receives a damaged one.
 
@@ -117,17 +121,23 @@ class QSDPConfig:
         exceptions = [getattr(ways, direction) for _, ways in self._exceptions]
         return [getattr(self, direction), *exceptions]
 
-    def ways_of(self, names: Iterable[str], shape: Sequence[int]) -> dict[Direction, Way]:
+    def ways_of(
+        self, names: Iterable[str], shape: Sequence[int], exact: Iterable[str] = ()
+    ) -> dict[Direction, Way]:
         """How a parameter travels in each direction.
 
         Args:
             names: of the parameter; tied ones have several.
             shape: unsharded.
+            exact: more patterns like those of :data:`EXACT`, of this model's own.
         """
         names = tuple(names)
-        if len(shape) < 2 or prod(shape) < self.min_numel:
+        if len(shape) < 2 or prod(shape) in (0, shape[0]) or prod(shape) < self.min_numel:
             return dict.fromkeys(DIRECTIONS)
         chosen = Ways(self.weights, self.gradients)
+        rooted = [f".{name}" for name in names]  # so that patterns see whole parts of names
+        if any(fnmatchcase(name, pattern) for name in rooted for pattern in (*EXACT, *exact)):
+            chosen = Ways(None, None)
         for pattern, ways in self._exceptions:
             if any(fnmatchcase(name, pattern) for name in names):
                 chosen = ways

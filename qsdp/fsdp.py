@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from qsdp.agreement import require_agreement
+from qsdp.agreement import require_agreement_in
 from qsdp.comms import (
     ObservedAllGather,
     ObservedReduceScatter,
@@ -49,21 +49,22 @@ def apply_qsdp(model: nn.Module, config: QSDPConfig | str) -> nn.Module:
         ValueError: ``model`` is not wrapped, has a module with several parameter groups or another
             custom collective, a pattern matches no parameter, or ranks disagree; on every rank.
     """
-    config = QSDPConfig.of(config, "apply_qsdp")
     handles = find_param_groups(model)
-    _check_comms(handles)
-    error: str | None = None
+    facts: dict[str, Any] = {}
+    error: Exception | None = None
     try:
+        _check_comms(handles)
+        config = QSDPConfig.of(config, "apply_qsdp")
         config.require_matches([name for h in handles for names in h.aliases for name in names])
         _check_topology(handles, config)
-    except ValueError as raised:
-        error = str(raised)
-    facts = _facts(config, handles)
-    groups = {group: handle.device for handle in handles for group in handle.all_groups}
-    for group, device in groups.items():
-        require_agreement(facts, error, group, device)
+        facts = _facts(config, handles)
+    except (TypeError, ValueError) as raised:
+        error = raised
+    require_agreement_in(groups_of(handles), facts, error)
+    assert isinstance(config, QSDPConfig)
     remove_qsdp(model)
-    units = [Unit(handle, config) for handle in handles]
+    exact = _exact_by_model(model)
+    units = [Unit(handle, config, exact) for handle in handles]
     for unit in units:
         _install(unit)
     _warn_of_nothing(units, config)
@@ -110,6 +111,7 @@ def observe_comms(model: nn.Module) -> nn.Module:
     """
     handles = find_param_groups(model)
     _check_comms(handles)
+    _check_complete(handles)
     for handle in handles:
         if not isinstance(handle.all_gather_comm, ObservedAllGather):
             handle.set_all_gather(ObservedAllGather(handle))
@@ -119,9 +121,15 @@ def observe_comms(model: nn.Module) -> nn.Module:
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether :func:`apply_qsdp` has replaced a collective of ``model``."""
+    """Whether :func:`apply_qsdp` has replaced a collective of ``model``.
+
+    Raises:
+        ValueError: only in a part of it.
+    """
     kinds = QuantizedAllGather | QuantizedReduceScatter | QuantizedAllReduce
-    return any(isinstance(comm, kinds) for h in find_param_groups(model) for comm in _comms(h))
+    handles = find_param_groups(model)
+    _check_complete(handles)
+    return any(isinstance(comm, kinds) for handle in handles for comm in _comms(handle))
 
 
 def comm_stats(model: nn.Module, reset: bool = False) -> CommStats:
@@ -156,10 +164,24 @@ def comm_stats(model: nn.Module, reset: bool = False) -> CommStats:
     return total
 
 
+def groups_of(handles: list[ParamGroup]) -> dict[dist.ProcessGroup, torch.device]:
+    """All process groups of a model, and where their backends take tensors."""
+    return {group: handle.device for handle in handles for group in handle.all_groups}
+
+
 def units_of(model: nn.Module) -> list[Unit]:
     """The units that :func:`apply_qsdp` made, in module order; none where it was not called."""
     found = [handle.attachment for handle in find_param_groups(model)]
     return [unit for unit in found if isinstance(unit, Unit)]
+
+
+def _exact_by_model(model: nn.Module) -> list[str]:
+    """Patterns of what transformers keeps in float32 in this model."""
+    parts: set[str] = set()
+    for module in model.modules():
+        for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            parts |= set(getattr(module, name, None) or ())
+    return [f"*.{part}.*" for part in sorted(parts)]
 
 
 def _comms(handle: ParamGroup) -> tuple[Any, Any, Any]:

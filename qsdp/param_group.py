@@ -86,13 +86,16 @@ class ParamGroup:
         return [param.padded_sharded_param_size.numel() for param in self._group.fsdp_params]
 
     @property
-    def gather_dtype(self) -> torch.dtype:
-        """Of the all-gather's buffer."""
-        dtypes = {
-            self._group.mp_policy.param_dtype or param.sharded_param.dtype
-            for param in self._group.fsdp_params
-        }
-        return dtypes.pop() if len(dtypes) == 1 else torch.uint8
+    def gather_dtypes(self) -> list[torch.dtype]:
+        """What each parameter is gathered in. FSDP2 packs several dtypes as bytes, in order."""
+        cast = self._group.mp_policy.param_dtype
+        return [cast or param.sharded_param.dtype for param in self._group.fsdp_params]
+
+    @property
+    def holds_payload(self) -> list[bool]:
+        """Which parameters are no plain tensors: a subclass packs what it likes."""
+        locals_ = (param._sharded_local_tensor for param in self._group.fsdp_params)
+        return [type(local) is not torch.Tensor for local in locals_]
 
     @property
     def group(self) -> dist.ProcessGroup:

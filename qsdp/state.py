@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from qsdp.agreement import require_agreement
+from qsdp.agreement import require_agreement_in
 from qsdp.collectives import piece_layout
 from qsdp.exchange import gather_rows
-from qsdp.fsdp import units_of
+from qsdp.fsdp import groups_of, units_of
 from qsdp.levels import Learnable, LevelLearner, uniform_levels
+from qsdp.memory import KeptWeights
 from qsdp.param_group import find_param_groups
 from qsdp.unit import Unit
 
@@ -56,22 +57,20 @@ def load_comm_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
             between ranks in more than their values; on every rank.
     """
     units = [unit for unit in units_of(model) if _remembers(unit)]
-    error, expected = None, comm_state_dict(model)
+    error, same_ranks = None, False
     try:
-        same_ranks = _check(state, expected)
+        same_ranks = _check(state, comm_state_dict(model))
     except ValueError as raised:
-        error, same_ranks = str(raised), False
+        error = raised
     facts = {"communication state": {"names": sorted(map(_without_rank, state))}}
-    for handle in find_param_groups(model):
-        for group in handle.all_groups:
-            require_agreement(facts, error, group, handle.device)
+    require_agreement_in(groups_of(find_param_groups(model)), facts, error)
     if not state:
         return
     for unit in units:
         _load_shared(unit, state)
         if same_ranks:
             _load_own(unit, state)
-    if not same_ranks and any(unit.kept_weights() or _feeds_back(unit) for unit in units):
+    if not same_ranks and any(_kept(unit) or _feeds_back(unit) for unit in units):
         warnings.warn(
             f"qsdp: this state of communication was saved by {int(state['format'][1])} ranks and "
             f"here are {dist.get_world_size()}: differences and error feedback start afresh",
@@ -80,7 +79,14 @@ def load_comm_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
 
 def _remembers(unit: Unit) -> bool:
-    return unit.learns or unit.kept_weights() is not None or _feeds_back(unit)
+    return unit.learns or bool(_kept(unit)) or _feeds_back(unit)
+
+
+def _kept(unit: Unit) -> dict[str, KeptWeights]:
+    """What is kept, by its name in a state."""
+    parts, path = unit.parts(), unit.handle.path
+    names = [path if len(parts) == 1 else f"{path}.{str(p.dtype)[6:]}" for p in parts]
+    return {n: p.kept for n, p in zip(names, parts, strict=True) if p.kept is not None}
 
 
 def _feeds_back(unit: Unit) -> bool:
@@ -95,8 +101,8 @@ def _learnables(unit: Unit) -> list[Learnable]:
 
 def _shared_state(unit: Unit) -> dict[str, torch.Tensor]:
     """Equal on all ranks."""
-    kept, learner, path = unit.kept_weights(), unit.learner, unit.handle.path
-    started = kept is not None and kept.started
+    learner, path = unit.learner, unit.handle.path
+    started = any(kept.started for kept in _kept(unit).values())
     state = {f"progress.{path}": torch.tensor([learner.reductions, int(started)])}
     for item in _learnables(unit):
         table = learner.tables.get(item[:2])
@@ -121,11 +127,11 @@ def _load_shared(unit: Unit, state: Mapping[str, torch.Tensor]) -> None:
 
 def _own_state(unit: Unit) -> dict[str, torch.Tensor]:
     """This rank's own."""
-    own, kept = {}, unit.kept_weights()
-    if kept is not None:
-        own[f"kept.{unit.handle.path}"] = kept.wire[kept.own].clone()
-        own[f"sent.{unit.handle.path}"] = kept.sent.clone()
-        own[f"pace.{unit.handle.path}"] = kept.pace.clone()
+    own = {}
+    for name, kept in _kept(unit).items():
+        own[f"kept.{name}"] = kept.wire[kept.own].clone()
+        own[f"sent.{name}"] = kept.sent.clone()
+        own[f"pace.{name}"] = kept.pace.clone()
     known = {
         f"{kind}.{name}": residual
         for kind, residuals in _residuals(unit).items()
@@ -137,9 +143,10 @@ def _own_state(unit: Unit) -> dict[str, torch.Tensor]:
 
 
 def _load_own(unit: Unit, state: Mapping[str, torch.Tensor]) -> None:
-    kept, path, suffix = unit.kept_weights(), unit.handle.path, f".rank{dist.get_rank()}"
-    if kept is not None and int(state[f"progress.{path}"][1]):
-        kept.restart(*(state[f"{name}.{path}{suffix}"] for name in ("kept", "sent", "pace")))
+    suffix = f".rank{dist.get_rank()}"
+    started = bool(state[f"progress.{unit.handle.path}"][1])
+    for name, kept in _kept(unit).items() if started else ():
+        kept.restart(*(state[f"{kind}.{name}{suffix}"] for kind in ("kept", "sent", "pace")))
         for work in gather_rows(kept.wire, kept.own, unit.handle.group):
             work.wait()
     for kind, residuals in _residuals(unit).items():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,24 @@ from qsdp.memory import Keeping, KeptWeights, Residuals
 from qsdp.param_group import ParamGroup
 from qsdp.quantizer import Quantizer
 from qsdp.ways import Differences, Direction, Feedback, Way, quantizer_of, schedule_of
-from qsdp.wire import Segment, WireLayout, wire_layout
+from qsdp.wire import VALUE_DTYPES, Segment, WireLayout, wire_layout
 
 _WEIGHTS, _GRADIENTS, _REPLICAS = 0, 1, 2  # for keys; DDP's is 3
+
+
+@dataclass
+class Part:
+    """What is gathered in one dtype: all of a unit, but for units of several dtypes.
+
+    Attributes:
+        indices: of the parameters.
+        dtype: of their values.
+        kept: what is kept of them, where a parameter travels as differences.
+    """
+
+    indices: tuple[int, ...]
+    dtype: torch.dtype
+    kept: KeptWeights | None
 
 
 class Unit:
@@ -34,12 +49,18 @@ class Unit:
         replica_residuals: of the all-reduce between replicas: of what this rank contributes, and of
             the sums that it forwards.
         weights_key, gradients_key, replicas_key: of the random rounding.
+
+    Args:
+        exact: patterns of parameters that this model wants in full precision.
     """
 
-    def __init__(self, handle: ParamGroup, config: QSDPConfig) -> None:
+    def __init__(self, handle: ParamGroup, config: QSDPConfig, exact: Iterable[str] = ()) -> None:
         self.handle, self.config = handle, config
-        named = zip(handle.aliases, handle.shapes, strict=True)
-        self.ways = [config.ways_of(names, shape) for names, shape in named]
+        named = zip(handle.aliases, handle.shapes, handle.holds_payload, strict=True)
+        self.ways = [
+            config.ways_of(names, () if payload else shape, exact)
+            for names, shape, payload in named
+        ]
         self.nodes: NodeGroups | None = None
         if config.ranks_per_node is not None:
             self.nodes = node_groups(handle.group, config.ranks_per_node)
@@ -51,7 +72,7 @@ class Unit:
         own_shard = handle.group.rank()
         self.replicas_key = derive_key(config.seed, _REPLICAS, handle.index, own_shard)
         self._reduced: tuple[int, ...] = ()
-        self._kept: KeptWeights | None = None
+        self._parts: dict[tuple[torch.dtype, ...], list[Part]] = {}
         self._layouts: dict[tuple[Direction, tuple[int, ...], torch.dtype], WireLayout] = {}
 
     @property
@@ -94,20 +115,9 @@ class Unit:
         if key not in self._layouts:
             sizes = self.handle.shard_numels
             segments = tuple(Segment(sizes[i], self.quantizer(direction, i)) for i in indices)
-            mark = direction == "weights" and self.gathers_differences
+            mark = any(isinstance(self.way(direction, i), Differences) for i in indices)
             self._layouts[key] = wire_layout(segments, dtype, self.config.verify, mark)
         return self._layouts[key]
-
-    def gather_layout(self, numel: int, dtype: torch.dtype) -> WireLayout:
-        """Layout of one rank's all-gather input: every parameter's padded shard, in order."""
-        layout = self.layout("weights", self.everything, dtype)
-        assert layout.numel == numel, f"FSDP sends {numel} values, not {layout.numel}"
-        return layout
-
-    @property
-    def gathers_differences(self) -> bool:
-        """Whether a parameter's weights travel as differences."""
-        return any(isinstance(ways["weights"], Differences) for ways in self.ways)
 
     def raw_layout(self, numel: int, dtype: torch.dtype) -> WireLayout:
         """Layout of as many values in full precision."""
@@ -154,21 +164,35 @@ class Unit:
         self.learner = learner
         self._layouts.clear()
 
-    def kept_weights(self, dtype: torch.dtype | None = None) -> KeptWeights | None:
-        """What is kept of the weights; None where nothing travels as differences.
+    def parts(self, dtype: torch.dtype | None = None, numel: int = 0) -> list[Part]:
+        """What is gathered, by dtype.
 
         Args:
-            dtype: that FSDP2 gathers; None for what it is going to gather.
+            dtype: of FSDP2's buffer; None for what it is going to be.
+            numel: of one rank's part of it.
+
+        None at all for a buffer that somebody else has packed.
         """
-        dtype = self.handle.gather_dtype if dtype is None else dtype
-        if not self.gathers_differences:
-            return None
-        if self._kept is None or self._kept.layout.dtype != dtype:
-            sizes, group = self.handle.shard_numels, self.handle.group
-            keeping = [_keeping(self.way("weights", i), sizes[i]) for i in self.everything]
-            own, device = group.rank(), self.handle.device
-            self._kept = KeptWeights(keeping, dtype, group.size(), own, device)
-        return self._kept
+        sizes, own = self.handle.shard_numels, self.handle.gather_dtypes
+        dtypes = tuple(own) if dtype is None or dtype == torch.uint8 else (dtype,) * len(own)
+        packed = sum(size * kind.itemsize for size, kind in zip(sizes, dtypes, strict=True))
+        if dtype == torch.uint8 and (packed != numel or len(set(dtypes)) == 1):
+            return []
+        if not set(dtypes) <= set(VALUE_DTYPES):
+            return []
+        if dtypes not in self._parts:
+            self._parts = {dtypes: [self._part(dtypes, kind) for kind in dict.fromkeys(dtypes)]}
+        return self._parts[dtypes]
+
+    def _part(self, dtypes: tuple[torch.dtype, ...], dtype: torch.dtype) -> Part:
+        indices = tuple(i for i in self.everything if dtypes[i] == dtype)
+        ways = [self.way("weights", i) for i in indices]
+        if not any(isinstance(way, Differences) for way in ways):
+            return Part(indices, dtype, None)
+        sizes, group = self.handle.shard_numels, self.handle.group
+        keeping = [_keeping(way, sizes[i]) for way, i in zip(ways, indices, strict=True)]
+        device = self.handle.device
+        return Part(indices, dtype, KeptWeights(keeping, dtype, group.size(), group.rank(), device))
 
     def feeds_back(self, direction: Direction, index: int) -> bool:
         """Whether what is lost of a parameter's gradients is added to the next ones."""

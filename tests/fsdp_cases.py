@@ -543,6 +543,14 @@ def case_disagreement_is_named_on_every_rank(rank: int) -> None:
     raises_everywhere(
         lambda: qsdp.apply_qsdp(odd, QSDPConfig.preset("w8g8")), "parameters.bias", "(64,)"
     )
+    raises_everywhere(
+        lambda: qsdp.apply_qsdp(build(), 8 if rank == 1 else "w8g8"), "or the name of a preset"
+    )
+    order = [("blocks.*", None), ("*.up.*", "w4g4")]
+    raises_everywhere(
+        lambda: qsdp.apply_qsdp(build(), QSDPConfig(exceptions=order[:: 1 - 2 * (rank == 1)])),
+        "order of QSDPConfig.exceptions",
+    )
     # The group still works afterwards.
     assert train(qsdp.apply_qsdp(build(), QSDPConfig.preset("w8g8")), rank, 1)
 
@@ -566,6 +574,91 @@ def case_models_that_do_not_fit_are_named(rank: int) -> None:
     state = several.blocks[0]._get_fsdp_state()
     state._fsdp_param_groups = [*state._fsdp_param_groups * 2]
     raises_everywhere(lambda: qsdp.apply_qsdp(several, w8g8), "blocks.0 has 2 FSDP parameter")
+
+
+def case_parameters_that_stay_exact(rank: int) -> None:
+    """Routers, what state-space models exponentiate, single columns, and what a model names."""
+
+    class Sparse(nn.Module):
+        _keep_in_fp32_modules = ("scorer",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.scorer, self.column = nn.Linear(64, 64), nn.Parameter(torch.randn(4096, 1))
+            self.A_log = nn.Parameter(torch.randn(64, 64))
+
+    def quantized(config: QSDPConfig) -> set[str]:
+        torch.manual_seed(0)
+        model = fully_shard(Sparse())
+        masters = {name: p.full_tensor() for name, p in model.named_parameters()}
+        qsdp.apply_qsdp(model, config)
+        with unsharded(model) as weights:
+            return {name for name in masters if not torch.equal(masters[name], weights[name])}
+
+    assert quantized(QSDPConfig()) == {"up.weight"}, quantized(QSDPConfig())
+    overruled = QSDPConfig(exceptions={"gate.*": "w8g8", "scorer.*": "w8g8"})
+    assert quantized(overruled) == {"up.weight", "gate.weight", "scorer.weight"}
+
+
+def case_units_of_two_dtypes(rank: int) -> None:
+    """A frozen bfloat16 base with float32 adapters: each dtype is quantized as itself."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(80, 81, dtype=torch.bfloat16)
+            self.down, self.up = nn.Linear(80, 33, bias=False), nn.Linear(33, 81, bias=False)
+            self.base.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x.bfloat16()).float() + self.up(self.down(x))
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return fully_shard(Adapted())
+
+    for preset in ("w8g8", "w4g4"):
+        model, stock = qsdp.apply_qsdp(make(), preset), make()
+        for _ in range(2):
+            with unsharded(model) as weights, unsharded(stock) as exact:
+                assert same_on_all_ranks(weights)
+                for name, weight in weights.items():
+                    far = (weight.float() - exact[name].float()).abs().max()
+                    step = (exact[name].max() - exact[name].min()).float() / 255
+                    slack = exact[name].float().abs().max() * torch.finfo(weight.dtype).eps
+                    assert weight.dtype == exact[name].dtype
+                    assert far <= (0 if weight.ndim == 1 else 0.5001 * step + slack), name
+                    assert weight.ndim == 1 or far > 0, name
+        qsdp.comm_stats(model, reset=True)
+        x = torch.randn(8, 80, generator=torch.Generator().manual_seed(rank))
+        model.reshard()
+        with torch.no_grad():
+            model(x)
+        assert qsdp.comm_stats(model).ratio > 2, preset
+        losses = []
+        for m in (stock, model):
+            m.reshard()
+            trainable = [p for p in m.parameters() if p.requires_grad]
+            optimizer = torch.optim.AdamW(trainable, lr=3e-3)
+            for _ in range(10):
+                loss = m(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        assert abs(losses[1] / losses[0] - 1) < 0.05, losses
+
+
+def case_late_wrapping_is_said(rank: int) -> None:
+    """A module that fully_shard wraps after apply_qsdp would train in full precision, unseen."""
+    torch.manual_seed(0)
+    model = Net()
+    fully_shard(model.blocks[0])
+    qsdp.apply_qsdp(model, "w8g8")
+    fully_shard(model)
+    for ask in (qsdp.is_quantized, qsdp.observe_comms, qsdp.comm_stats):
+        raises_everywhere(lambda ask=ask: ask(model), "(root)", "below the last fully_shard")
 
 
 def case_apply_again_replaces_and_remove_restores(rank: int) -> None:
@@ -777,6 +870,18 @@ def four_case_hsdp_keeps_its_promises(rank: int) -> None:
     assert counts["stock"] == counts["qsdp"]
     for ours, stock in zip(losses["qsdp"], losses["stock"], strict=True):
         assert abs(ours / stock - 1) < 0.02
+
+
+def four_case_one_mistake_reaches_all_groups(rank: int) -> None:
+    """Of a rank in one group of shards, the ranks of the other learn through the replicas."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    raises_everywhere(
+        lambda: qsdp.apply_qsdp(build(mesh=mesh), 8 if rank == 0 else "w8g8"),
+        "or the name of a preset",
+    )
+    state = {"format": torch.tensor([7, 7])} if rank == 3 else {}
+    model = qsdp.apply_qsdp(build(mesh=mesh), "w4g4")
+    raises_everywhere(lambda: qsdp.load_comm_state_dict(model, state), "reads format 3, got 7")
 
 
 CASES = {name: fn for name, fn in list(globals().items()) if name.startswith("case_")}

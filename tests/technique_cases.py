@@ -486,6 +486,38 @@ def case_error_feedback_forgets_nothing(rank: int) -> None:
     assert far[True] < 0.05 < far[False]
 
 
+def case_feedback_is_of_parameters(rank: int) -> None:
+    """Two layers of one unit and size, used in turns or both: each gets its own error back."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+
+        def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
+            return sum(self.layers[i](x * 10.0**i).square().sum() for i in used)
+
+    torch.manual_seed(0)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(rank))
+    stock, model = Two(), Two()
+    model.load_state_dict(stock.state_dict())
+    fully_shard(stock), fully_shard(model)
+    qsdp.apply_qsdp(model, QSDPConfig(None, Feedback(Quantizer(2, 64, "nearest"))))
+    far, steps = {}, 64
+    totals = [torch.zeros_like(p.to_local()) for p in model.parameters()]
+    for step in range(steps):
+        for used in ((0,), (1,), (0, 1))[step % 3 :] if step < steps - 1 else ((0, 1),):
+            for m in (stock, model):
+                m.zero_grad()
+                m(x, used).backward()
+            for i in used:
+                exact, found = (m.layers[i].weight.grad.to_local() for m in (stock, model))
+                totals[i] += found - exact
+                far.setdefault(i, float((found - exact).norm()))
+    for i, total in enumerate(totals):
+        assert float(total.norm()) < 4 * far[i], "what was lost of one layer came back in another"
+
+
 def case_feedback_survives_infinity(rank: int) -> None:
     """A gradient that overflowed is seen by the owners once, and not fed back."""
     model = qsdp.apply_qsdp(build(), FED_BACK)
