@@ -132,7 +132,7 @@ class QSDPConfig:
             exact: more patterns like those of :data:`EXACT`, of this model's own.
         """
         names = tuple(names)
-        if len(shape) < 2 or prod(shape) in (0, shape[0]) or prod(shape) < self.min_numel:
+        if self.is_vector(shape):
             return dict.fromkeys(DIRECTIONS)
         chosen = Ways(self.weights, self.gradients)
         rooted = [f".{name}" for name in names]  # so that patterns see whole parts of names
@@ -149,6 +149,10 @@ class QSDPConfig:
             "inside_node": None if chosen.gradients is None else self.inside_node,
             "replicas": None if excepted else self.replicas,
         }
+
+    def is_vector(self, shape: Sequence[int]) -> bool:
+        """Whether a parameter travels in full precision because of its (unsharded) shape."""
+        return len(shape) < 2 or prod(shape) in (0, shape[0]) or prod(shape) < self.min_numel
 
     def require_matches(self, names: list[str]) -> None:
         """Raises ValueError where a pattern matches none of ``names``, all of the model's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,8 +26,16 @@ from qsdp.param_group import (
     ParamGroup,
     find_param_groups,
 )
-from qsdp.stats import CommMeter, CommStats
+from qsdp.stats import CommMeter, CommStats, ModuleStats
 from qsdp.unit import Unit
+from qsdp.ways import Direction, Way, way_name
+
+# And the direction that each carries.
+_COLLECTIVES: dict[str, Direction] = {
+    "all_gather": "weights",
+    "reduce_scatter": "gradients",
+    "all_reduce": "replicas",
+}
 
 
 def apply_qsdp(model: nn.Module, config: QSDPConfig | str) -> nn.Module:
@@ -145,23 +154,42 @@ def comm_stats(model: nn.Module, reset: bool = False) -> CommStats:
     """
     handles = find_param_groups(model)
     _check_complete(handles)
-    names = ("all_gather", "reduce_scatter", "all_reduce")
-    meters = [
-        (name, comm.meter)
+    counted = [
+        (handle, name, comm)
         for handle in handles
-        for name, comm in zip(names, _comms(handle), strict=True)
+        for name, comm in zip(_COLLECTIVES, _comms(handle), strict=True)
         if isinstance(getattr(comm, "meter", None), CommMeter)
     ]
-    if not meters:
+    if not counted:
         raise ValueError(
             "comm_stats found no collective of qsdp on this model: call apply_qsdp (with weights "
             "or gradients quantized) or observe_comms on it first"
         )
-    total = sum((meter.read(name) for name, meter in meters), CommStats())
+    total = sum((comm.meter.read(name) for _, name, comm in counted), CommStats())
+    rows = tuple(_module_stats(handle, name, comm) for handle, name, comm in counted)
     if reset:
-        for _, meter in meters:
-            meter.reset()
-    return total
+        for _, _, comm in counted:
+            comm.meter.reset()
+    return replace(total, modules=rows)
+
+
+def _module_stats(handle: ParamGroup, collective: str, comm: Any) -> ModuleStats:
+    meter, direction = comm.meter, _COLLECTIVES[collective]
+    unit = getattr(comm, "unit", None)
+    ways: list[Way] = []
+    if unit is not None:
+        ways = [unit.way(direction, i) for i in unit.everything if unit.way(direction, i)]
+    names = sorted({way_name(way) for way in ways})
+    return ModuleStats(
+        handle.path,
+        collective,
+        (len(handle.names), len(ways)),
+        ", ".join(names) or ("stock" if unit is None else "full precision"),
+        "" if unit is None else unit.why_not(direction, handle.gather_dtypes),
+        meter.calls,
+        (meter.sent, meter.stock),
+        sum(meter.seconds(phase) for phase in ("encode", "network", "decode")),
+    )
 
 
 def groups_of(handles: list[ParamGroup]) -> dict[dist.ProcessGroup, torch.device]:
@@ -234,7 +262,7 @@ def _check_topology(handles: list[ParamGroup], config: QSDPConfig) -> None:
 def _warn_of_nothing(units: list[Unit], config: QSDPConfig) -> None:
     """What was asked for and cannot act is said once, when it is asked for."""
     shapes = [shape for unit in units for shape in unit.handle.shapes]
-    if not any(len(shape) > 1 and shape.numel() >= config.min_numel for shape in shapes):
+    if all(config.is_vector(shape) for shape in shapes):
         warnings.warn(
             f"qsdp: nothing in this model is quantized: no parameter has two dimensions and "
             f"{config.min_numel} elements; lower QSDPConfig(min_numel=...)",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,16 @@ from qsdp.kernels.philox import derive_key
 from qsdp.levels import Learnable, LevelLearner
 from qsdp.memory import Keeping, KeptWeights, Residuals
 from qsdp.param_group import ParamGroup
-from qsdp.quantizer import Quantizer
-from qsdp.ways import Differences, Direction, Feedback, Way, quantizer_of, schedule_of
-from qsdp.wire import VALUE_DTYPES, Segment, WireLayout, wire_layout
+from qsdp.ways import (
+    Differences,
+    Direction,
+    Feedback,
+    Way,
+    quantizer_of,
+    row_layout,
+    schedule_of,
+)
+from qsdp.wire import VALUE_DTYPES, Segment, WireLayout
 
 _WEIGHTS, _GRADIENTS, _REPLICAS = 0, 1, 2  # for keys; DDP's is 3
 
@@ -89,6 +96,23 @@ class Unit:
         """Whether levels are learned in a direction."""
         return any(self.learnable(d, i) for d in ("weights", "gradients") for i in self.everything)
 
+    def why_not(self, direction: Direction, dtypes: Sequence[torch.dtype]) -> str:
+        """Why parameters of this unit are not quantized in a direction; empty if all are.
+
+        Args:
+            dtypes: that the parameters are gathered in.
+        """
+        sizes = self.handle.shapes
+        left_out = [i for i in self.everything if self.way(direction, i) is None]
+        if not set(dtypes) <= set(VALUE_DTYPES):
+            return f"{', '.join(sorted(map(str, set(dtypes))))} cannot be quantized"
+        vectors = [i for i in left_out if self.config.is_vector(sizes[i])]
+        others = [self.handle.names[i] for i in left_out if i not in vectors]
+        reasons = ["vectors and parameters below min_numel are exact"] if vectors else []
+        if others:
+            reasons.append(f"exact by name or exception: {', '.join(others[:3])}")
+        return "; ".join(reasons)
+
     def way(self, direction: Direction, index: int) -> Way:
         """How a parameter travels."""
         return self.ways[index][direction]
@@ -101,27 +125,25 @@ class Unit:
             return None
         return Learnable(direction, self.handle.names[index], quantizer, schedule)
 
-    def quantizer(self, direction: Direction, index: int) -> Quantizer | None:
-        """The format of a parameter now, its learned table included; None for full precision."""
-        quantizer = quantizer_of(self.way(direction, index))
-        table = self.learner.tables.get((direction, self.handle.names[index]))
-        return replace(quantizer, levels=table) if quantizer is not None and table else quantizer
-
     def layout(
         self, direction: Direction, indices: tuple[int, ...], dtype: torch.dtype
     ) -> WireLayout:
         """Layout of one rank's values of some parameters."""
         key = (direction, indices, dtype)
         if key not in self._layouts:
-            sizes = self.handle.shard_numels
-            segments = tuple(Segment(sizes[i], self.quantizer(direction, i)) for i in indices)
-            mark = any(isinstance(self.way(direction, i), Differences) for i in indices)
-            self._layouts[key] = wire_layout(segments, dtype, self.config.verify, mark)
+            sizes, names = self.handle.shard_numels, self.handle.names
+            self._layouts[key] = row_layout(
+                [sizes[i] for i in indices],
+                [self.way(direction, i) for i in indices],
+                dtype,
+                self.config.verify,
+                [self.learner.tables.get((direction, names[i])) for i in indices],
+            )
         return self._layouts[key]
 
     def raw_layout(self, numel: int, dtype: torch.dtype) -> WireLayout:
         """Layout of as many values in full precision."""
-        return wire_layout((Segment(numel),), dtype, self.config.verify)
+        return row_layout([numel], [None], dtype, self.config.verify)
 
     def before_reduction(self, indices: tuple[int, ...]) -> None:
         """Take note of the parameters whose gradients are about to be reduced."""

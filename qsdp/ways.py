@@ -6,12 +6,15 @@ system of this kind adds a wrapper here and what it remembers to :mod:`qsdp.memo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
+import torch
+
 from qsdp.levels import LevelSchedule
-from qsdp.quantizer import Quantizer
+from qsdp.quantizer import Quantizer, format_name
+from qsdp.wire import Segment, WireLayout, wire_layout
 
 Direction = Literal["weights", "gradients", "inside_node", "replicas"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
@@ -117,11 +120,47 @@ class Ways:
             require_kind("Ways", name, getattr(self, name), ALLOWED[name])
 
 
+def row_layout(
+    sizes: Sequence[int],
+    ways: Sequence[Way],
+    dtype: torch.dtype,
+    verify: bool,
+    tables: Sequence[tuple[float, ...] | None] | None = None,
+) -> WireLayout:
+    """Layout of one rank's row of parameters that travel in these ways, in one direction.
+
+    Args:
+        sizes: values of each parameter in the row.
+        ways: of each, in this direction.
+        dtype: of the values.
+        verify: with a checksum.
+        tables: learned levels of each; None where there are none yet.
+    """
+    segments = []
+    for size, way, table in zip(sizes, ways, tables or [None] * len(sizes), strict=True):
+        quantizer = quantizer_of(way)
+        if quantizer is not None and table is not None:
+            quantizer = replace(quantizer, levels=table)
+        segments.append(Segment(size, quantizer))
+    # The sender of differences says of its row whether it will travel whole, too.
+    mark = any(isinstance(way, Differences) for way in ways)
+    return wire_layout(tuple(segments), dtype, verify, mark)
+
+
 def quantizer_of(way: Way) -> Quantizer | None:
     """The quantizer inside a way; None for full precision."""
     while not isinstance(way, Quantizer | None):
         way = way.quantizer
     return way
+
+
+def way_name(way: Way) -> str:
+    """A way in a few words: ``4 bits nearest, differences``."""
+    quantizer = quantizer_of(way)
+    if quantizer is None:
+        return "full precision"
+    words = f"{quantizer.bits} bits {format_name(quantizer)}"
+    return words if isinstance(way, Quantizer) else f"{words}, {type(way).__name__.lower()}"
 
 
 def schedule_of(way: Way) -> LevelSchedule | None:

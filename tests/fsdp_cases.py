@@ -288,6 +288,27 @@ def case_bytes_counted_are_bytes_sent(rank: int) -> None:
     assert stats.encode_s > 0 and stats.decode_s > 0 and stats.network_s > 0
 
 
+def case_statistics_tell_of_every_module(rank: int) -> None:
+    """A row a module and collective: ways, bytes that add up, and why something is exact."""
+    config = QSDPConfig.preset("w4g4").with_exceptions({"blocks.1.up.*": "w8g32"})
+    model = qsdp.apply_qsdp(build(), config)
+    train(model, rank, 2)
+    stats = qsdp.comm_stats(model)
+    assert [row.module for row in stats.modules[::2]] == ["(root)", "blocks.0", "blocks.1"]
+    assert sum(row.sent[0] for row in stats.modules) == stats.sent
+    assert sum(row.sent[1] for row in stats.modules) == stats.stock_sent
+    gather, reduce = stats.modules[4:]
+    assert gather.way == "4 bits nearest, differences, 8 bits shift"
+    assert gather.parameters == (6, 2) and reduce.parameters == (6, 1)
+    assert reduce.way == "4 bits dither bfloat16 hadamard"
+    assert reduce.note.endswith("exact by name or exception: blocks.1.up.weight")
+    assert (gather.calls, reduce.calls) == (4, 2)
+    shown = str(stats).splitlines()
+    assert len(shown) == 2 + 6 + 2 + 1 and "8 bits shift [1]" in shown[6], shown
+    quiet = qsdp.comm_stats(model, reset=True)
+    assert qsdp.comm_stats(model).modules[0].calls == 0 < quiet.modules[0].calls
+
+
 def case_loss_follows_full_precision(rank: int) -> None:
     """30 steps at 8 bits end within 2 % of full precision; at 4 bits the loss falls too."""
     final = {}

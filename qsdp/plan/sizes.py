@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 
 from qsdp.config import QSDPConfig
-from qsdp.ways import Differences, Direction, quantizer_of, schedule_of
-from qsdp.wire import Segment, wire_layout
+from qsdp.ways import Differences, Direction, row_layout
 
 
 @dataclass(frozen=True)
@@ -146,14 +145,11 @@ def unit_rows(
     numel, two_level = sum(sizes), config.ranks_per_node is not None
 
     def row_bytes(direction: Direction, dtype: torch.dtype) -> int:
-        quantizers = (quantizer_of(way[direction]) for way in ways)
-        segments = tuple(map(Segment, sizes, quantizers))
-        return wire_layout(segments, dtype, config.verify).row_bytes
+        return row_layout(sizes, [way[direction] for way in ways], dtype, config.verify).row_bytes
 
-    # A direction in which nothing is quantized is left to FSDP2, unless levels are learned in it.
-    learns = any(schedule_of(way["weights"]) for way in ways)
+    # A direction in which nothing is quantized is left to FSDP2.
     own_gather = config.weights is not None or any(way["weights"] for way in ways)
-    own_reduce = config.gradients is not None or any(way["gradients"] for way in ways) or learns
+    own_reduce = config.gradients is not None or any(way["gradients"] for way in ways)
     weights, gradients = numel * weight_dtype.itemsize, numel * gradient_dtype.itemsize
     # Between nodes travel sums, which are float32.
     reduced_dtype = torch.float32 if two_level else gradient_dtype
