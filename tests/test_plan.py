@@ -25,7 +25,7 @@ from qsdp.plan.sizes import gpt2
 from qsdp.plan.variant import Variant, parse_variant
 from qsdp.quantizer import Quantizer
 from qsdp.ways import Differences, quantizer_of
-from qsdp.wire import Segment, wire_layout
+from qsdp.wire import MARK_BYTES, Segment, wire_layout
 
 NETWORK = Path(__file__).parent.parent / "benchmarks" / "results" / "network.json"
 LAYERS, WIDTH, VOCAB, SEQUENCE = 3, 96, 1001, 128
@@ -167,7 +167,8 @@ def test_differences_are_gathered_once() -> None:
     differences = step(replace(values, weights=Differences(quantizer)), 4)
     again, kept = step(values, 4), step(values, 4, reshard=False)
     assert again.between_nodes - kept.between_nodes == 3 * LAYERS * block_bytes(4, quantizer)
-    assert differences.between_nodes == kept.between_nodes
+    marks = 3 * (LAYERS + 1) * MARK_BYTES  # a row of each unit, the root among them, to 3 nodes
+    assert differences.between_nodes == kept.between_nodes + marks
     coded = DIFFERENCES.own + 4 * DIFFERENCES.every
     assert differences.codec_s / kept.codec_s == pytest.approx(coded / (1 + 4))
 
