@@ -43,6 +43,7 @@ __all__ = [
     "ParamGroup",
     "ReduceScatter",
     "find_param_groups",
+    "gather_asynchronously",
 ]
 
 # Names that wrappers put into a parameter's path.
@@ -245,6 +246,15 @@ def find_param_groups(model: nn.Module) -> list[ParamGroup]:
     if not found:
         raise ValueError(_why_none(model))
     return found
+
+
+def gather_asynchronously(model: nn.Module) -> None:
+    """Let every gather of a root FSDP module be an asynchronous call, also without streams.
+
+    On CPU, where FSDP2 gathers synchronously otherwise, prefetching overlaps only then.
+    """
+    assert isinstance(model, FSDPModule)
+    model._set_unshard_async_op(True)
 
 
 def _reduces(group: FSDPParamGroup, param: FSDPParam) -> bool:

@@ -320,8 +320,7 @@ def dequantize_blocks(
 
 def round_down_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
     """float32 to the next float32 below, or itself, that bfloat16 holds."""
-    bits = x.view(torch.int32)
-    return (torch.where(x < 0, bits + 0xFFFF, bits) & ~0xFFFF).view(torch.float32)
+    return ((x.view(torch.int32) + 0xFFFF * (x < 0)) & ~0xFFFF).view(torch.float32)
 
 
 def round_up_to_bfloat16(x: torch.Tensor) -> torch.Tensor:

@@ -287,7 +287,9 @@ def _level_codes(q, thresholds, BITS: tl.constexpr):
 def _store_codes(codes, code, numel, start, FORMAT: tl.constexpr, MASKED: tl.constexpr):
     """Pack a tile of codes into bit planes: see :func:`qsdp.wire.planes`."""
     BITS: tl.constexpr = FORMAT.quantizer.bits
-    block = codes + (tl.arange(0, FORMAT.blocks) * (FORMAT.quantizer.block_size * BITS // 8))[:, None]
+    block = (
+        codes + (tl.arange(0, FORMAT.blocks) * (FORMAT.quantizer.block_size * BITS // 8))[:, None]
+    )
     if BITS == 8:
         _store_plane(block, code, numel, start, 8, MASKED)
     if BITS & 4:

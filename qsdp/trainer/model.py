@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from qsdp.param_group import gather_asynchronously
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.ranks import Ranks
 
@@ -113,7 +114,7 @@ def shard(model: PreTrainedModel, config: TrainConfig, ranks: Ranks) -> None:
 def _prefetch(model: nn.Module) -> None:
     """Start each gather one block early; without streams FSDP2 ends it before the block begins."""
     assert isinstance(model, FSDPModule)
-    model._set_unshard_async_op(True)
+    gather_asynchronously(model)
     blocks = [module for module in fsdp_modules(model) if module is not model]
     for block, following in zip([model, *blocks], blocks, strict=False):
         block.set_modules_to_forward_prefetch([following])
