@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py constraints.txt qsdp/kernels/cpu.cpp $(wildcard qsdp/kernels/native/*.h)
 
-.PHONY: setup setup-dev demo test lint types fuzz bench clean
+.PHONY: setup setup-dev demo test lint types fuzz bench readme clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -39,6 +39,10 @@ fuzz: setup-dev
 
 bench: setup
 	$(BIN)/qsdp bench kernels
+
+# README's tables, from what runs wrote: runs/demo and benchmarks/*/results.
+readme: setup
+	$(BIN)/python benchmarks/readme_tables.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs/demo

@@ -1,0 +1,103 @@
+"""README's tables come from the files of runs, and from nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_report import write_run
+
+from benchmarks import readme_tables
+from qsdp.bench.measure import Row
+from qsdp.bench.output import format_rows
+
+ROOT = Path(__file__).parent.parent
+COMMS = {"w8g8": "w8g8", "w4-by-another-name": "w4g4", "w3g3": "w3g3"}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A checkout with a copy of README, and tiny results."""
+    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
+    for name in readme_tables.DEMO_RUNS:
+        write_run(tmp_path / "runs" / "demo" / name, comm=name)
+    results = tmp_path / "benchmarks" / "quality" / "results"
+    results.mkdir(parents=True)
+    sweep = {"train": {}, "seeds": [1], "cases": {"w32g32": "w32g32", **COMMS}}
+    (results.parent / "techniques.json").write_text(json.dumps(sweep))
+    numbers = {"bits": 5.0, "change_percent": 1.5, "change_error": None, "seeds": [1]}
+    rows = [{"case": name, **numbers} for name in COMMS]
+    rows[0] |= {"change_percent": -1.25, "change_error": 0.5, "seeds": [1, 2]}
+    (results / "techniques.json").write_text(json.dumps(rows))
+    kernels = tmp_path / "benchmarks" / "results" / "kernels-cpu.txt"
+    kernels.parent.mkdir()
+    kernels.write_text(kernels_report())
+    return tmp_path
+
+
+def kernels_report() -> str:
+    wanted = {(r.op, b, f) for r in readme_tables.KERNELS for b in r.bits for f in r.formats}
+    rows = [
+        Row(op, bits, form, dtype, threads, 1.0, 1.0, threads + ratio, peer, "cpu")
+        for op, bits, form in sorted(wanted)
+        for dtype, peer, ratio in (
+            ("float32", None, bits / 10),
+            ("float32", "fbgemm", 9.0),
+            ("bfloat16", None, -1.0),
+        )
+        for threads in (1, 2)
+    ]
+    return f"values   4 MiB, normal, block 1024; more\n\n{format_rows(rows)}\n\npass  1.00\n"
+
+
+def test_tables_are_those_of_the_files_and_a_second_run_changes_nothing(root: Path) -> None:
+    readme = root / "README.md"
+    before = readme.read_text()
+    assert readme_tables.main(root) == 0
+    after = readme.read_text()
+    assert readme_tables.main(root) == 0
+    assert readme.read_text() == after != before
+    lines = [" ".join(line.split()) for line in after.splitlines()]
+    for name in readme_tables.DEMO_RUNS:
+        assert f"{name} 40 12.35 13.58 1 kB 4.00x 500 300 100 100" in lines
+    assert "| `w8g8` | 5.00 | -1.25 % ± 0.50 % | 2 |" in lines
+    assert "| `w4g4` | 5.00 | +1.50 % | 1 |" in lines
+    head = "4 MiB of float32, block 1024, against a copy of the same tensor"
+    assert f"| {head} | 1 thread | 2 threads |" in lines
+    assert "| encode 8 bit, nearest and shift | 1.8x | 2.8x |" in lines
+    assert "| encode 3, 5, 6, 7 bit, nearest | 1.3x | 2.3x |" in lines  # the slowest
+    # Nothing but the tables has changed.
+    for name in readme_tables.TABLES:
+        before, after = (readme_tables.replaced(text, name, "") for text in (before, after))
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "content"),
+    [
+        ("demo", "runs/demo/w4g4/result.json", None),
+        ("loss", "benchmarks/quality/results/techniques.json", "[]"),
+        ("loss", "benchmarks/quality/results/techniques.json", None),
+        ("kernels", "benchmarks/results/kernels-cpu.txt", "op  bits  rounding  dtype\n"),
+        ("kernels", "benchmarks/results/kernels-cpu.txt", None),
+    ],
+)
+def test_a_table_without_its_files_stays(
+    root: Path, capsys: pytest.CaptureFixture[str], name: str, path: str, content: str | None
+) -> None:
+    (root / path).unlink() if content is None else (root / path).write_text(content)
+    before = (root / "README.md").read_text()
+    assert readme_tables.main(root) == 0
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"README's table {name} stays as it is: ")
+    after = (root / "README.md").read_text()
+    for other in readme_tables.TABLES:
+        if other != name:
+            before, after = (readme_tables.replaced(text, other, "") for text in (before, after))
+    assert before == after
+
+
+def test_readme_without_a_marker_is_an_error() -> None:
+    with pytest.raises(ValueError, match="<!-- /loss --> once"):
+        readme_tables.replaced("<!-- loss -->\n", "loss", "")
