@@ -1,19 +1,28 @@
-"""Quantized communication for PyTorch FSDP2 (QSDP: Markov, Vladu, Guo, Alistarh, ICML 2023)."""
+"""Quantized communication for PyTorch FSDP2 (QSDP: Markov, Vladu, Guo, Alistarh, ICML 2023).
 
-from qsdp.collectives import (
-    all_gather_quantized,
-    all_reduce_quantized,
-    reduce_scatter_quantized,
-)
-from qsdp.config import QSDPConfig
-from qsdp.ddp import QuantizedDDPState, quantized_ddp_hook
-from qsdp.fsdp import apply_qsdp, comm_stats, is_quantized, observe_comms, remove_qsdp
-from qsdp.levels import LevelSchedule
-from qsdp.quantizer import Quantizer
-from qsdp.rows import decode, encode, wire_bytes
-from qsdp.state import comm_state_dict, load_comm_state_dict
-from qsdp.stats import CommStats
-from qsdp.ways import Differences, Feedback, Learned, Ways
+A public name is imported when it is first asked for: ``import qsdp`` alone does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qsdp.collectives import (
+        all_gather_quantized,
+        all_reduce_quantized,
+        reduce_scatter_quantized,
+    )
+    from qsdp.config import QSDPConfig
+    from qsdp.ddp import QuantizedDDPState, quantized_ddp_hook
+    from qsdp.fsdp import apply_qsdp, comm_stats, is_quantized, observe_comms, remove_qsdp
+    from qsdp.levels import LevelSchedule
+    from qsdp.quantizer import Quantizer
+    from qsdp.rows import decode, encode, wire_bytes
+    from qsdp.state import comm_state_dict, load_comm_state_dict
+    from qsdp.stats import CommStats
+    from qsdp.ways import Differences, Feedback, Learned, Ways
 
 __version__ = "0.1.0"
 
@@ -42,3 +51,32 @@ __all__ = [
     "remove_qsdp",
     "wire_bytes",
 ]
+
+# Where each name is defined; the imports above say the same to type checkers and editors.
+_NAMES = {
+    "collectives": ("all_gather_quantized", "all_reduce_quantized", "reduce_scatter_quantized"),
+    "config": ("QSDPConfig",),
+    "ddp": ("QuantizedDDPState", "quantized_ddp_hook"),
+    "fsdp": ("apply_qsdp", "comm_stats", "is_quantized", "observe_comms", "remove_qsdp"),
+    "levels": ("LevelSchedule",),
+    "quantizer": ("Quantizer",),
+    "rows": ("decode", "encode", "wire_bytes"),
+    "state": ("comm_state_dict", "load_comm_state_dict"),
+    "stats": ("CommStats",),
+    "ways": ("Differences", "Feedback", "Learned", "Ways"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, or the module of one, imported now (PEP 562)."""
+    for module, names in _NAMES.items():
+        if name in (module, *names):
+            found = importlib.import_module(f"qsdp.{module}")
+            value = found if name == module else getattr(found, name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'qsdp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

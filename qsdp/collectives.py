@@ -169,7 +169,8 @@ def all_reduce_quantized(
 def piece_layout(layout: WireLayout, num_ranks: int) -> WireLayout:
     """Layout of the row that one rank reduces: its piece of every segment of ``layout``."""
     pieces = (replace(s, numel=-(-s.numel // num_ranks)) for s in layout.segments)
-    return wire_layout(tuple(pieces), layout.dtype, layout.checksum)
+    zeros = bool(layout.zero_maps)
+    return wire_layout(tuple(pieces), layout.dtype, layout.checksum, zeros=zeros)
 
 
 def reduce_factors(op: ReduceOp, num_ranks: int) -> tuple[float, float]:
@@ -260,7 +261,8 @@ def _two_level_reduce_stages(
     node, place = divmod(rank, per_node)
     key = derive_key(key, rank)
     # What is sent on holds sums, which are float32.
-    layout = wire_layout(layout.segments, torch.float32, layout.checksum)
+    zeros = bool(layout.zero_maps)
+    layout = wire_layout(layout.segments, torch.float32, layout.checksum, zeros=zeros)
     between, within = num_nodes - 1, (per_node - 1) * num_nodes
     meter.count_hops(
         between * layout.row_bytes,

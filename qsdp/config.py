@@ -135,11 +135,10 @@ class QSDPConfig:
         if self.is_vector(shape):
             return dict.fromkeys(DIRECTIONS)
         chosen = Ways(self.weights, self.gradients)
-        rooted = [f".{name}" for name in names]  # so that patterns see whole parts of names
-        if any(fnmatchcase(name, pattern) for name in rooted for pattern in (*EXACT, *exact)):
+        if any(_matches(names, pattern) for pattern in (*EXACT, *exact)):
             chosen = Ways(None, None)
         for pattern, ways in self._exceptions:
-            if any(fnmatchcase(name, pattern) for name in names):
+            if _matches(names, pattern):
                 chosen = ways
                 break
         excepted = chosen.gradients is None and self.gradients is not None
@@ -157,7 +156,7 @@ class QSDPConfig:
     def require_matches(self, names: list[str]) -> None:
         """Raises ValueError where a pattern matches none of ``names``, all of the model's."""
         for pattern, _ in self._exceptions:
-            if not any(fnmatchcase(name, pattern) for name in names):
+            if not _matches(names, pattern):
                 raise ValueError(
                     f"QSDPConfig(exceptions=...): {pattern!r} matches no parameter; the "
                     f"model has {len(names)}, such as {', '.join(names[:3])}"
@@ -215,9 +214,9 @@ class QSDPConfig:
         """The preset ``w{2..8|32}g{2..8|32}``: bits of weights and gradients, 32 for none.
 
         From 5 bits on in blocks of 1024: weights rounded by random shift, gradients stochastically.
-        Below, what keeps the loss (docs/quality.md): weights as :class:`Differences`, which costs a
-        byte of memory a parameter on every rank; gradients dithered after a Hadamard transform, in
-        blocks of 128.
+        Below, what keeps the loss (docs/quality.md): weights as :class:`Differences`, which cost
+        about two bytes of memory a parameter on every rank; gradients dithered after a Hadamard
+        transform, in blocks of 128.
 
         Raises:
             ValueError: no such preset.
@@ -246,6 +245,11 @@ class QSDPConfig:
                 f"got {value!r}"
             )
         return value
+
+
+def _matches(names: Iterable[str], pattern: str) -> bool:
+    """Whether a name matches; ``*.head.*`` matches ``head.weight`` too."""
+    return any(fnmatchcase(n, pattern) or fnmatchcase(f".{n}", pattern) for n in names)
 
 
 def _preset_weights(bits: int) -> Quantizer | Differences | None:

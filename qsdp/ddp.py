@@ -226,7 +226,7 @@ def quantized_ddp_hook(
         state._in_flight.clear()  # of a backward that raised
     known, buffer = state._known_of(bucket), bucket.buffer()
     segments = tuple(Segment(k.numel, k.quantizer) for k in known)
-    layout = wire_layout(segments, buffer.dtype, state.config.verify)
+    layout = wire_layout(segments, buffer.dtype, state.config.verify, zeros=True)
     quantized = layout.quantized and layout.dtype in VALUE_DTYPES
     _advance(state)
     if dist.get_world_size(state.group) == 1:

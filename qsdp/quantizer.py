@@ -103,6 +103,11 @@ class Quantizer:
         """Whether a block's grid is centred on zero, so that no offset is sent."""
         return self.scaling == "symmetric"
 
+    @property
+    def keeps_zeros(self) -> bool:
+        """Whether a block's zeros decode to zeros, whatever else is in the block."""
+        return self.symmetric and self.rounding in ("nearest", "stochastic") and not self.levels
+
     @classmethod
     def from_json(cls, value: object, name: str) -> Quantizer:
         """A quantizer from a mapping of its fields; absent ones take their defaults.

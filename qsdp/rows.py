@@ -6,12 +6,14 @@ A row is one rank's values in the layout of :mod:`qsdp.wire`; functions here tak
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 import torch.distributed as dist
 
 from qsdp.buffers import pool
 from qsdp.kernels import backend_for
+from qsdp.kernels.zeros import write_zeros
 from qsdp.quantizer import Quantizer
 from qsdp.wire import VALUE_DTYPES, WireLayout, damaged_rows, seal, tensor_layout
 
@@ -38,7 +40,10 @@ def encode_rows(
         first_row: of the first row's draws; other rows, other draws.
         mark: of all rows, where the layout has marks.
     """
-    backend_for(values.device).encode(values, layout, wire, key=key, first_row=first_row)
+    backend = backend_for(values.device)
+    backend.encode(values, layout, wire, key=key, first_row=first_row)
+    for span, maps in layout.maps(wire):
+        backend.map_zeros(values[:, span.values], maps)
     if layout.mark:
         layout.marks(wire).copy_(torch.as_tensor(mark))
     if layout.checksum:
@@ -58,6 +63,8 @@ def decode_rows(
     """
     check_rows(wire, layout, senders)
     backend_for(wire.device).decode(wire, layout, values)
+    for span, maps in layout.maps(wire):
+        write_zeros(values[:, span.values], maps)
 
 
 def sum_rows(
@@ -71,11 +78,16 @@ def sum_rows(
 ) -> None:
     """Decode rows and add them in order: ``out = sum * multiply / divide``, (layout.numel,).
 
+    Where the layout has maps of zeros, what is zero in all rows is zero in the sum.
+
     Raises:
         RuntimeError: as :func:`decode_rows`.
     """
     check_rows(wire, layout, senders)
     backend_for(wire.device).decode_sum(wire, layout, out, multiply=multiply, divide=divide)
+    for span, maps in layout.maps(wire):
+        common = reduce(torch.bitwise_and, maps)
+        write_zeros(out[span.values].view(1, -1), common.view(1, -1))
 
 
 def accumulate_rows(

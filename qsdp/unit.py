@@ -135,6 +135,7 @@ class Unit:
             self._layouts[key] = row_layout(
                 [sizes[i] for i in indices],
                 [self.way(direction, i) for i in indices],
+                direction,
                 dtype,
                 self.config.verify,
                 [self.learner.tables.get((direction, names[i])) for i in indices],
@@ -143,7 +144,7 @@ class Unit:
 
     def raw_layout(self, numel: int, dtype: torch.dtype) -> WireLayout:
         """Layout of as many values in full precision."""
-        return row_layout([numel], [None], dtype, self.config.verify)
+        return row_layout([numel], [None], "weights", dtype, self.config.verify)
 
     def before_reduction(self, indices: tuple[int, ...]) -> None:
         """Take note of the parameters whose gradients are about to be reduced."""

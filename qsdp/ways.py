@@ -51,8 +51,8 @@ class Differences:
     """Weights travel as differences to what every rank keeps of them (SDP4Bit).
 
     Errors do not add up over steps, and the gather in backward moves nothing. The price is memory
-    for the whole model on every rank: about a byte a parameter with ``kept`` of 8 bits, or what
-    FSDP gathers with None.
+    for the whole model on every rank, twice what ``kept`` says: about two bytes a parameter with 8
+    bits.
 
     Attributes:
         quantizer: of the differences.
@@ -123,6 +123,7 @@ class Ways:
 def row_layout(
     sizes: Sequence[int],
     ways: Sequence[Way],
+    direction: Direction,
     dtype: torch.dtype,
     verify: bool,
     tables: Sequence[tuple[float, ...] | None] | None = None,
@@ -132,6 +133,7 @@ def row_layout(
     Args:
         sizes: values of each parameter in the row.
         ways: of each, in this direction.
+        direction: gradients keep their zeros, weights do not need to.
         dtype: of the values.
         verify: with a checksum.
         tables: learned levels of each; None where there are none yet.
@@ -144,7 +146,7 @@ def row_layout(
         segments.append(Segment(size, quantizer))
     # The sender of differences says of its row whether it will travel whole, too.
     mark = any(isinstance(way, Differences) for way in ways)
-    return wire_layout(tuple(segments), dtype, verify, mark)
+    return wire_layout(tuple(segments), dtype, verify, mark, direction != "weights")
 
 
 def quantizer_of(way: Way) -> Quantizer | None:

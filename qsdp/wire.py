@@ -7,6 +7,7 @@ all ranks compute the same layout, and this file is the only place that knows it
     row = scales and offsets of all quantized segments, block after block
         | bytes of all full-precision segments
         | packed codes of all quantized segments, block after block
+        | maps of zeros, if asked for: a bit for every 32 values (kernels/zeros.py)
         | zeros up to a multiple of ROW_ALIGNMENT | an int64 mark | an int64 checksum, if asked for
 
 Codes of one block are packed as bit planes of 4, 2 and 1 bits (a whole byte at 8 bits), lowest bits
@@ -19,6 +20,7 @@ as float32 or as bfloat16. A segment's numbers are padded to a multiple of META_
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -30,6 +32,7 @@ from qsdp.quantizer import Quantizer
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what can be encoded
 ROW_ALIGNMENT = 8
 MARK_BYTES = CHECKSUM_BYTES = 8
+ZERO_GROUP = 32  # values that share a bit in a map of zeros
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as int64
 META_ALIGNMENT = 4
 
@@ -111,6 +114,11 @@ def code_bytes(numel: int, bits: int) -> int:
     return sum(-(-numel * width // 8) for width, _ in planes(bits))
 
 
+def map_bytes(numel: int) -> int:
+    """Bytes of a map of zeros of ``numel`` values."""
+    return -(-numel // (8 * ZERO_GROUP))
+
+
 @dataclass(frozen=True)
 class WireLayout:
     """Layout of one row. Build it with :func:`wire_layout`, which caches.
@@ -120,10 +128,10 @@ class WireLayout:
         dtype: of the values, and so of full-precision segments on the wire.
         numel: values a row.
         row_bytes: bytes a row, a multiple of ``ROW_ALIGNMENT``; zero for an empty row.
-        payload_bytes: the same without the padding and the checksum at the end, which ``encode``
-            leaves zero.
+        payload_bytes: the same without what kernels leave zero: maps, padding, mark, checksum.
         checksum: whether the row ends with a checksum.
         mark: whether it holds a number beside its values, for whoever sends it to say something.
+        zero_maps: of each segment, where its map of zeros lies; None where it has none.
     """
 
     spans: tuple[Span, ...]
@@ -133,6 +141,7 @@ class WireLayout:
     payload_bytes: int
     checksum: bool = False
     mark: bool = False
+    zero_maps: tuple[slice | None, ...] = ()
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -158,6 +167,12 @@ class WireLayout:
         mark: torch.Tensor = wire[:, end - MARK_BYTES : end].view(torch.int64)[:, 0]
         return mark
 
+    def maps(self, wire: torch.Tensor) -> Iterator[tuple[Span, torch.Tensor]]:
+        """Spans that have a map of zeros, and views (num_rows, bytes) uint8 of these."""
+        for span, place in zip(self.spans, self.zero_maps, strict=bool(self.zero_maps)):
+            if place is not None:
+                yield span, wire[:, place]
+
     def codes(self, wire: torch.Tensor, span: Span) -> torch.Tensor:
         """View: (num_rows, bytes) uint8, the packed codes of the segment."""
         return wire[:, span.data_offset : span.data_offset + span.segment.code_bytes]
@@ -173,9 +188,17 @@ class WireLayout:
 
 @lru_cache(maxsize=1024)
 def wire_layout(
-    segments: tuple[Segment, ...], dtype: torch.dtype, checksum: bool = False, mark: bool = False
+    segments: tuple[Segment, ...],
+    dtype: torch.dtype,
+    checksum: bool = False,
+    mark: bool = False,
+    zeros: bool = False,
 ) -> WireLayout:
-    """Lay out ``segments``, in this order, for values of ``dtype``. Pure and cached."""
+    """Lay out ``segments``, in this order, for values of ``dtype``. Pure and cached.
+
+    Args:
+        zeros: zeros are to arrive as zeros: a map for each segment whose format does not keep them.
+    """
     quantized = [s for s in segments if s.quantizer is not None]
     raw_start = sum(s.meta_bytes for s in quantized)
     raw_bytes = sum(s.numel for s in segments if s.quantizer is None) * dtype.itemsize
@@ -190,9 +213,18 @@ def wire_layout(
             meta_at += segment.meta_bytes
             codes_at += segment.code_bytes
         value_at += segment.numel
-    row_bytes = -(-codes_at // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    maps: list[slice | None] = []
+    maps_at = codes_at
+    for segment in segments if zeros else ():
+        has_map = segment.quantizer is not None and not segment.quantizer.keeps_zeros
+        end = maps_at + map_bytes(segment.numel) * has_map
+        maps.append(slice(maps_at, end) if has_map and segment.numel else None)
+        maps_at = end
+    row_bytes = -(-maps_at // ROW_ALIGNMENT) * ROW_ALIGNMENT
     row_bytes += MARK_BYTES * mark + CHECKSUM_BYTES * checksum
-    return WireLayout(tuple(spans), dtype, value_at, row_bytes, codes_at, checksum, mark)
+    return WireLayout(
+        tuple(spans), dtype, value_at, row_bytes, codes_at, checksum, mark, tuple(maps)
+    )
 
 
 def tensor_layout(

@@ -343,6 +343,29 @@ def case_gradients_match_stock_within_the_bound(rank: int) -> None:
     assert not failed, failed
 
 
+def case_unused_rows_do_not_move(rank: int) -> None:
+    """A gradient that is exactly zero arrives as zero, in every preset and width: Adam would turn
+    noise in its place into steps as large as any.
+    """
+    used = torch.arange(0, 60, 7)
+    for preset in ("w8g8", "w6g5", "w4g4", "w3g3", "w2g2"):
+        for width in (64, 96, 768):
+            torch.manual_seed(0)
+            table = nn.Embedding(60, width)
+            fully_shard(table)
+            qsdp.apply_qsdp(table, preset)
+            start = table.weight.full_tensor().detach().clone()
+            optimizer = torch.optim.AdamW(table.parameters(), lr=0.01, weight_decay=0.0)
+            for step in range(4):
+                generator = torch.Generator().manual_seed(10 * step + rank)
+                target = torch.randn(len(used), width, generator=generator)
+                (table(used) - target).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            moved = (table.weight.full_tensor() != start).any(1)
+            assert moved.nonzero().flatten().tolist() == used.tolist(), (preset, width)
+
+
 def case_divide_factor_and_sum(rank: int) -> None:
     """PREMUL_SUM, which gloo refuses, and SUM: raw gradients scale as torch defines them."""
     plain = qsdp.apply_qsdp(build(), QSDPConfig.preset("w32g8"))

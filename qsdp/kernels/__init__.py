@@ -1,6 +1,6 @@
 """One interface, several implementations side by side; ``reference`` defines the result.
 
-A backend is a module with ``encode``, ``decode``, ``decode_sum`` and ``accumulate`` (contracts in
+A backend is a module with the functions of :class:`Backend` (contracts in
 :mod:`qsdp.kernels.reference`). :func:`backend_for` picks one by device, at the first call.
 """
 
@@ -42,6 +42,8 @@ class Backend(Protocol):
         multiply: float = 1.0,
         divide: float = 1.0,
     ) -> None: ...
+
+    def map_zeros(self, values: torch.Tensor, maps: torch.Tensor) -> None: ...
 
     def accumulate(
         self, values: torch.Tensor, layout: WireLayout, before: torch.Tensor, wire: torch.Tensor

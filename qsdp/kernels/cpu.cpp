@@ -25,6 +25,7 @@
 #include "native/plan.h"
 #include "native/signs.h"
 #include "native/types.h"
+#include "native/zeros.h"
 
 // ------------------------------------------------------------------ the instruction sets, by width
 
@@ -193,6 +194,15 @@ void qsdp_accumulate(const Layout* layout, char* values, const uint8_t* before, 
     memset(wire + row * layout->row_bytes + layout->payload_bytes, 0, size_t(rest));
   const AccumulateJob job{layout, values, before, wire, dtype};
   run(isa().accumulate, job, num_rows * layout->numel, threads);
+}
+
+// A bit for every 32 of `numel` values, set where all of them are zero.
+void qsdp_map_zeros(const char* values, int64_t numel, uint8_t* map, int32_t dtype,
+                    int32_t threads) {
+  if (dtype == FLOAT32)
+    map_zeros(reinterpret_cast<const uint32_t*>(values), numel, map, threads);
+  else
+    map_zeros(reinterpret_cast<const uint16_t*>(values), numel, map, threads);
 }
 
 }  // extern "C"

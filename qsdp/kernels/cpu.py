@@ -21,7 +21,7 @@ from qsdp.wire import Span, WireLayout
 NAME = "cpu"
 
 LIBRARY = Path(__file__).with_name("_cpu.so")
-ABI = 4  # of cpu.cpp; a library with another number was left over from another version
+ABI = 5  # of cpu.cpp; a library with another number was left over from another version
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ROUNDINGS = CHOICES["rounding"]  # in the order of cpu.cpp's numbers
@@ -160,6 +160,19 @@ def accumulate(
     )
 
 
+def map_zeros(values: torch.Tensor, maps: torch.Tensor) -> None:
+    """See :func:`qsdp.kernels.reference.map_zeros`."""
+    assert maps.dtype == torch.uint8 and values.stride(1) == 1 and values.device.type == "cpu"
+    for row, into in zip(values, maps, strict=True):
+        _library().qsdp_map_zeros(
+            row.data_ptr(),
+            row.numel(),
+            into.data_ptr(),
+            _DTYPES[values.dtype],
+            torch.get_num_threads(),
+        )
+
+
 def _decode(
     wire: torch.Tensor,
     layout: WireLayout,
@@ -289,4 +302,6 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     library.qsdp_decode.restype = None
     library.qsdp_accumulate.argtypes = (pointer,) * 4 + (size, c_int32, c_int32)
     library.qsdp_accumulate.restype = None
+    library.qsdp_map_zeros.argtypes = (pointer, size, pointer, c_int32, c_int32)
+    library.qsdp_map_zeros.restype = None
     return library, ""

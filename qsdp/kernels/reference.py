@@ -44,6 +44,7 @@ import torch
 
 from qsdp.kernels.philox import MASK32, random16_per_block, random16_per_value
 from qsdp.kernels.transform import hadamard, inverse_hadamard
+from qsdp.kernels.zeros import map_zeros as map_zeros
 from qsdp.quantizer import Quantizer
 from qsdp.wire import Span, WireLayout, code_bytes, planes
 
@@ -70,10 +71,9 @@ def encode(
     wire[:, layout.payload_bytes :] = 0
     for index, span in enumerate(layout.spans):
         part, quantizer = values[:, span.values], span.segment.quantizer
-        if not span.segment.numel:
-            continue
         if quantizer is None:
             layout.raw(wire, span).copy_(part.contiguous().view(torch.uint8))
+        if quantizer is None or not span.segment.numel:
             continue
         wire[:, span.meta_offset : span.meta_offset + span.segment.meta_bytes] = 0
         meta, codes = layout.meta(wire, span), layout.codes(wire, span)
@@ -320,7 +320,8 @@ def dequantize_blocks(
 
 def round_down_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
     """float32 to the next float32 below, or itself, that bfloat16 holds."""
-    return ((x.view(torch.int32) + 0xFFFF * (x < 0)) & ~0xFFFF).view(torch.float32)
+    bits = x.view(torch.int32)
+    return (torch.where(x < 0, bits + 0xFFFF, bits) & ~0xFFFF).view(torch.float32)
 
 
 def round_up_to_bfloat16(x: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ import triton.language as tl
 from qsdp.kernels.reference import accumulate_by, level_thresholds
 from qsdp.kernels.triton_decode import decode_kernel, decode_sum_kernel
 from qsdp.kernels.triton_encode import encode_kernel
+from qsdp.kernels.zeros import map_zeros as map_zeros
 from qsdp.quantizer import Quantizer
 from qsdp.wire import Span, WireLayout, code_bytes
 

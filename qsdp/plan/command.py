@@ -1,12 +1,10 @@
 """`qsdp plan`: what quantizing would gain on a cluster, before renting it.
 
-    qsdp plan --model gpt2-1.3b --nodes 4 --ranks-per-node 8 --bandwidth 10 100
-    qsdp plan --parameters 13e9 --layers 40 --nodes 64 --tflops 300
-    qsdp plan --cluster qsdp-paper --json
-    qsdp plan --survey                    where quantizing stops paying, 8 to 4096 ranks
-
 A step is computation, encoding, decoding and transfers, overlapped as FSDP2 does it on GPUs. All
 rates are in Gbit/s. docs/networks.md tells what the model knows and how well it predicts.
+
+What computes is imported once the arguments are read, so that `--help` does not wait for torch. The
+names that the help lists are written out here for the same reason.
 """
 
 from __future__ import annotations
@@ -16,14 +14,38 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qsdp.columns import format_columns
-from qsdp.plan.clusters import CASES, GPT_SHAPES, Case, case, preset_model
-from qsdp.plan.model import Prediction, predict
-from qsdp.plan.sizes import from_counts
-from qsdp.plan.variant import HELP, Variant, parse_variant
+from qsdp.trainer.arguments import did_you_mean, require_packages, require_writable
 
+if TYPE_CHECKING:
+    from qsdp.plan.clusters import Case
+    from qsdp.plan.model import Prediction
+    from qsdp.plan.variant import Variant
+
+DESCRIPTION = """\
+What quantizing would gain on a cluster, before renting it.
+
+  qsdp plan --model gpt2-1.3b --nodes 4 --ranks-per-node 8 --bandwidth 10 100
+  qsdp plan --parameters 13e9 --layers 40 --nodes 64 --tflops 300
+  qsdp plan --cluster qsdp-paper --json
+  qsdp plan --survey              where quantizing stops paying, 8 to 4096 ranks
+
+A step is computation, encoding, decoding and transfers, overlapped as FSDP2
+does it on GPUs. All rates are in Gbit/s. docs/networks.md tells what the model
+knows and how well it predicts.
+"""
+CLUSTERS = (
+    "cloud, qsdp-paper, sdp4bit-a100-1.3b, sdp4bit-a100-2.7b, sdp4bit-h800-1.3b, sdp4bit-h800-2.7b"
+)
+MODELS = ("gpt2-125m", "gpt2-350m", "gpt2-1.3b", "gpt2-2.7b")
+VARIANTS = (
+    "stock-fp32, stock-bf16, stock-w{16|32}g{16|32} (FSDP2 as it is); qsdp-fp32 (qsdp's transport, "
+    "nothing quantized); a preset such as w8g8 (two-level where nodes have several ranks), with "
+    "-flat for flat collectives; FILE.json with fields of QSDPConfig (two-level where it sets "
+    "ranks_per_node); these two with -bf16 at the end to compute in bfloat16"
+)
 WORTHWHILE = 1.03
 """Below this speed-up the baseline is recommended."""
 CLOSE = 1.05
@@ -50,6 +72,9 @@ class Answer:
 def run(argv: list[str]) -> int:
     """Print the plan; returns the exit status."""
     options = _parser().parse_args(argv)
+    if options.plot is not None:
+        require_packages("matplotlib")
+        require_writable("--plot", options.plot)
     if options.survey:
         from qsdp.plan import survey
 
@@ -73,6 +98,8 @@ def plan(chosen: Case) -> list[Answer]:
     Raises:
         ValueError: a variant that cannot be applied to the case's model or cluster.
     """
+    from qsdp.plan.model import predict
+
     found: list[Answer] = []
     for gbps in chosen.bandwidths:
         cluster = replace(chosen.cluster, bandwidth_gbps=gbps)
@@ -124,11 +151,11 @@ def format_plan(chosen: Case, answers: Sequence[Answer], measured: Sequence[str]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="qsdp plan", description=__doc__)
+    parser = argparse.ArgumentParser(prog="qsdp plan", description=DESCRIPTION)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--cluster", default="cloud", help=f"start from a case: {', '.join(CASES)}")
-    add("--model", choices=list(GPT_SHAPES), help="a GPT-2 of this size")
+    add("--cluster", default="cloud", metavar="NAME", help=f"start from a case: {CLUSTERS}")
+    add("--model", metavar="NAME", help=f"a GPT-2 of this size: {', '.join(MODELS)}")
     add("--parameters", type=float, metavar="N", help="or a model by its size, with --layers")
     add("--layers", type=int, metavar="N", help="layers of the model of --parameters")
     add("--nodes", type=int, metavar="N")
@@ -156,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sync-every-micro-batch", action="store_true", help="reduce after each of them")
     add("--recompute", action="store_true", help="activation checkpointing")
     add("--overlap", action=argparse.BooleanOptionalAction, help="of collectives and computation")
-    add("--configs", nargs="+", metavar="NAME", help=f"the first is the baseline: {HELP}")
+    add("--configs", nargs="+", metavar="NAME", help=f"the first is the baseline: {VARIANTS}")
     add("--measure", action="store_true", help="take codec and link rates from this machine")
     add("--survey", action="store_true", help="8 to 4096 ranks, 1B to 70B, 1 to 400 Gbit/s")
     add("--plot", type=Path, metavar="FILE", help="also draw step time against bandwidth (PNG)")
@@ -166,7 +193,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _case(options: argparse.Namespace) -> tuple[Case, list[str]]:
     """The case that the flags describe, and lines about what was measured for it."""
-    chosen = case(options.cluster)
+    from qsdp.plan.clusters import CASES, Case, case, preset_model
+    from qsdp.plan.sizes import from_counts
+    from qsdp.plan.variant import parse_variant
+
+    try:
+        chosen = case(options.cluster)
+    except ValueError as error:
+        raise ValueError(f"{error}{did_you_mean(options.cluster, CASES)}") from error
     work, cluster, lines = chosen.work, chosen.cluster, []
     if options.measure:
         from qsdp.plan.measure import measure_rates

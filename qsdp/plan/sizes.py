@@ -145,7 +145,8 @@ def unit_rows(
     numel, two_level = sum(sizes), config.ranks_per_node is not None
 
     def row_bytes(direction: Direction, dtype: torch.dtype) -> int:
-        return row_layout(sizes, [way[direction] for way in ways], dtype, config.verify).row_bytes
+        chosen = [way[direction] for way in ways]
+        return row_layout(sizes, chosen, direction, dtype, config.verify).row_bytes
 
     # A direction in which nothing is quantized is left to FSDP2.
     own_gather = config.weights is not None or any(way["weights"] for way in ways)

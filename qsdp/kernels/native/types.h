@@ -12,7 +12,7 @@
 namespace {
 
 // Bumped whenever Span, Layout or a signature in cpu.cpp changes: cpu.py refuses a stale library.
-constexpr int ABI = 4;
+constexpr int ABI = 5;
 
 enum Dtype : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
 enum Rounding : int32_t { NEAREST, STOCHASTIC, SHIFT, DITHER };
