@@ -11,56 +11,41 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
 from qsdp.bench import output
 from qsdp.bench.measure import Peers, Row, Settings, measure, no_peers
+from qsdp.bench.parsers import kernels_parser
+from qsdp.bench.parsers import new_parser as new_parser  # for benchmarks.kernel_peers
 from qsdp.kernels import Backend, backend_for
 from qsdp.kernels.compare import compare, dtype_name, example_values, mismatches
 from qsdp.quantizer import Quantizer
+from qsdp.trainer.arguments import require_writable
 from qsdp.wire import VALUE_DTYPES, tensor_layout
 
-DTYPES = {dtype_name(dtype): dtype for dtype in VALUE_DTYPES}
+_DTYPES = {dtype_name(dtype): dtype for dtype in VALUE_DTYPES}
 REPETITIONS, QUICK_REPETITIONS = 15, 5
 LARGE = 1 << 20  # values of the comparison that uses all threads
 
 
 def main(argv: list[str]) -> int:
     """Measure and print; 1 if a kernel differs from the reference, and then no speed."""
-    options = new_parser("qsdp bench kernels", __doc__).parse_args(argv)
+    options = kernels_parser().parse_args(argv)
     return report(options, settings_of(options), memory="outputs are reused")
-
-
-def new_parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """The options of a benchmark of kernels; :func:`settings_of` reads them."""
-    parser = argparse.ArgumentParser(prog=command, description=description)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    add = parser.add_argument
-    add("--json", action="store_true", help="print a list of objects in place of the table")
-    add("--mib", type=float, help="size of the values; default: 64, on a GPU 1024")
-    add("--threads", type=int, nargs="+", default=[1, 2], help="thread counts, on CPU; default 1 2")
-    add("--bits", type=int, nargs="+", choices=range(2, 9), help="default: 2 to 8, quick 8 4")
-    add("--dtypes", nargs="+", choices=list(DTYPES), help="default: all, quick float32")
-    add("--device", choices=("cpu", "cuda"), default=default, help=f"default here: {default}")
-    add("--quick", action="store_true", help="fewer settings and runs: seconds, not minutes")
-    add("--out", type=Path, metavar="FILE", help="also write the dated report to a file")
-    return parser
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
     """What the options of :func:`new_parser` ask for."""
-    device = torch.device(options.device)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     bits = options.bits or ([8, 4] if options.quick else range(8, 1, -1))
-    dtypes = options.dtypes or (["float32"] if options.quick else DTYPES)
+    dtypes = options.dtypes or (["float32"] if options.quick else _DTYPES)
     return Settings(
         device,
         options.mib or (1024.0 if device.type == "cuda" else 64.0),
         tuple(options.threads),
         tuple(bits),
-        tuple(DTYPES[name] for name in dtypes),
+        tuple(_DTYPES[name] for name in dtypes),
         QUICK_REPETITIONS if options.quick else REPETITIONS,
     )
 
@@ -79,6 +64,8 @@ def report(
         memory: what the report says about the memory that candidates write to.
         judge: makes the report's last part from its rows.
     """
+    if options.out is not None:
+        require_writable("--out", options.out)
     load, backend = output.load(), backend_for(settings.device)
     differences = _differences(backend, settings)
     if differences:
@@ -98,7 +85,6 @@ def report(
     else:
         print(text, end="")
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(text)
     return 0
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from qsdp.agreement import all_gather_json
 from qsdp.bench.launch import run_ranks
+from qsdp.bench.parsers import link_parser
 from qsdp.columns import format_columns
 from qsdp.trainer.ranks import process_group
 
@@ -45,22 +46,10 @@ class Link(NamedTuple):
 
 def main(argv: list[str]) -> int:
     """Measure and print on rank 0; returns the exit status."""
-    options = _parser().parse_args(argv)
+    options = link_parser().parse_args(argv)
     if options.mib <= 0:
         raise ValueError(f"--mib must be above 0, got {options.mib}")
     return run_ranks(["link", *argv], options.nproc, lambda: _run(options))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="qsdp bench link", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--nproc", type=int, metavar="N", help="ranks to start here; not under torchrun")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: GPUs if any")
-    add("--mib", type=float, default=16.0, help="size of a large message; default 16")
-    add("--timeout", type=float, default=120.0, help="seconds that a message may take")
-    add("--json", action="store_true", help="print a list of objects in place of the table")
-    return parser
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -12,24 +12,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from typing import Any, get_args
+from typing import Any
 
 from qsdp.bench.launch import run_ranks
+from qsdp.bench.parsers import train_parser
 from qsdp.bench.steps import TIMES, bench_config, measure, medians, prepare, ranks_per_node
 from qsdp.columns import format_columns
-from qsdp.plan.variant import HELP, parse_variant
-from qsdp.trainer.config import PresetName, TrainConfig
+from qsdp.plan.variant import parse_variant
+from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.model import num_parameters
 from qsdp.trainer.ranks import process_group
 
-DEFAULT_VARIANTS = ("stock-fp32", "stock-bf16", "w8g8", "w4g4", "w8g8-bf16", "w4g4-bf16")
 COLUMNS = ("variant", "step s", "compute", "encode", "network", "decode", "MB sent", "vs fp32",
            "vs bf16")  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
     """Measure on every rank, print on rank 0; returns the exit status."""
-    options = _parser().parse_args(argv)
+    options = train_parser().parse_args(argv)
     for name in options.variants:
         parse_variant(name)
     for name in ("steps", "warm_up"):
@@ -37,26 +37,6 @@ def main(argv: list[str]) -> int:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} is too small: {getattr(options, name)}")
     return run_ranks(["train", *argv], options.nproc, lambda: _run(options))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="qsdp bench train", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--nproc", type=int, metavar="N", help="ranks to start here; not under torchrun")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: GPUs if any")
-    add("--variants", nargs="+", metavar="NAME", default=list(DEFAULT_VARIANTS), help=HELP)
-    add("--preset", choices=get_args(PresetName), help="a model of the trainer; else a GPT-2 of:")
-    add("--layers", type=int, default=6)
-    add("--width", type=int, default=384)
-    add("--heads", type=int, default=6)
-    add("--batch-size", type=int, help="sequences in a step over all ranks")
-    add("--sequence-length", type=int)
-    add("--steps", type=int, default=5, help="measured steps of each variant; default 5")
-    add("--warm-up", type=int, default=2, help="steps before them; default 2")
-    add("--timeout", type=float, default=600.0, help="seconds a collective may take")
-    add("--json", action="store_true", help="print a list of objects")
-    return parser
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ from qsdp.trainer.arguments import did_you_mean, require_packages, require_writa
 if TYPE_CHECKING:
     from qsdp.plan.clusters import Case
     from qsdp.plan.model import Prediction
+    from qsdp.plan.sizes import Model
     from qsdp.plan.variant import Variant
 
 DESCRIPTION = """\
@@ -36,9 +37,8 @@ A step is computation, encoding, decoding and transfers, overlapped as FSDP2
 does it on GPUs. All rates are in Gbit/s. docs/networks.md tells what the model
 knows and how well it predicts.
 """
-CLUSTERS = (
-    "cloud, qsdp-paper, sdp4bit-a100-1.3b, sdp4bit-a100-2.7b, sdp4bit-h800-1.3b, sdp4bit-h800-2.7b"
-)
+CLUSTERS = ("cloud", "qsdp-paper", "sdp4bit-a100-1.3b", "sdp4bit-a100-2.7b", "sdp4bit-h800-1.3b",
+            "sdp4bit-h800-2.7b")  # fmt: skip
 MODELS = ("gpt2-125m", "gpt2-350m", "gpt2-1.3b", "gpt2-2.7b")
 VARIANTS = (
     "stock-fp32, stock-bf16, stock-w{16|32}g{16|32} (FSDP2 as it is); qsdp-fp32 (qsdp's transport, "
@@ -154,7 +154,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="qsdp plan", description=DESCRIPTION)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--cluster", default="cloud", metavar="NAME", help=f"start from a case: {CLUSTERS}")
+    add(
+        "--cluster",
+        default="cloud",
+        metavar="NAME",
+        help=f"start from a case: {', '.join(CLUSTERS)}",
+    )
     add("--model", metavar="NAME", help=f"a GPT-2 of this size: {', '.join(MODELS)}")
     add("--parameters", type=float, metavar="N", help="or a model by its size, with --layers")
     add("--layers", type=int, metavar="N", help="layers of the model of --parameters")
@@ -193,14 +198,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _case(options: argparse.Namespace) -> tuple[Case, list[str]]:
     """The case that the flags describe, and lines about what was measured for it."""
-    from qsdp.plan.clusters import CASES, Case, case, preset_model
-    from qsdp.plan.sizes import from_counts
-    from qsdp.plan.variant import parse_variant
+    from qsdp.plan.clusters import Case, case
 
     try:
         chosen = case(options.cluster)
     except ValueError as error:
-        raise ValueError(f"{error}{did_you_mean(options.cluster, CASES)}") from error
+        raise ValueError(f"{error}{did_you_mean(options.cluster, CLUSTERS)}") from error
     work, cluster, lines = chosen.work, chosen.cluster, []
     if options.measure:
         from qsdp.plan.measure import measure_rates
@@ -221,11 +224,18 @@ def _case(options: argparse.Namespace) -> tuple[Case, list[str]]:
     for name, value in (*vars(cluster).items(), ("tokens", work.tokens),
                         ("micro_batches", work.micro_batches),
                         *(("bandwidth", gbps) for gbps in bandwidths)):  # fmt: skip
-        if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+        if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
-    model = chosen.model
-    if options.model is not None:
-        model = preset_model(options.model)
+    model = _model(options) or chosen.model
+    variants = _variants(options.configs or ()) or chosen.variants
+    return Case(model, cluster, work, variants, bandwidths, chosen.notes), lines
+
+
+def _model(options: argparse.Namespace) -> Model | None:
+    """The model that the flags name or describe; None where they say nothing of it."""
+    from qsdp.plan.clusters import preset_model
+    from qsdp.plan.sizes import from_counts
+
     if (options.parameters is None) != (options.layers is None):
         raise ValueError("--parameters and --layers belong together: give both or neither")
     if options.parameters is not None:
@@ -234,9 +244,24 @@ def _case(options: argparse.Namespace) -> tuple[Case, list[str]]:
                 "--parameters must be at least 1e6 and --layers at least 1, without --model; got "
                 f"{options.parameters:g}, {options.layers} and {options.model}"
             )
-        model = from_counts(options.parameters, options.layers, sequence=2048)
-    variants = tuple(map(parse_variant, options.configs or ())) or chosen.variants
-    return Case(model, cluster, work, variants, bandwidths, chosen.notes), lines
+        return from_counts(options.parameters, options.layers, sequence=2048)
+    if options.model is None:
+        return None
+    if options.model not in MODELS:
+        raise ValueError(
+            f"--model must be one of {', '.join(MODELS)}, got {options.model}"
+            + did_you_mean(options.model, MODELS)
+        )
+    return preset_model(options.model)
+
+
+def _variants(names: Sequence[str]) -> tuple[Variant, ...]:
+    from qsdp.plan.variant import parse_variant
+
+    try:
+        return tuple(map(parse_variant, names))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"--configs: there is no file {error.filename}") from error
 
 
 def _given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
