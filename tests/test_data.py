@@ -1,10 +1,12 @@
 """Text, tokenizer and batches of the trainer."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from qsdp.trainer import text, tokenizer
 from qsdp.trainer.batches import (
@@ -15,6 +17,7 @@ from qsdp.trainer.batches import (
     windows,
 )
 from qsdp.trainer.config import TrainConfig
+from qsdp.trainer.data import prepare_data
 from qsdp.trainer.ranks import Ranks
 from qsdp.trainer.stream import StreamBatches, encode_validation
 
@@ -163,6 +166,31 @@ def test_validation_windows_are_spread_over_the_text():
         validation_starts(10, 10, 5)
 
 
+@pytest.mark.parametrize("given", [{"valid": True}, {"valid_fraction": 0.02}])
+def test_short_validation_text_is_found_before_training(tmp_path, small_tokenizer, given, lone):
+    """It would fail the first validation otherwise, which may come after the last step."""
+    train, valid = tmp_path / "train.txt", tmp_path / "valid.txt"
+    train.write_text("".join(f"{i} {PLAIN.replace(chr(10), ' ')}\n" for i in range(60)))
+    valid.write_text("to be\n")
+    config = TrainConfig(
+        data=(train,),
+        folder=tmp_path / "run",
+        tokenizer=small_tokenizer[1],
+        sequence_length=150,
+        **{name: valid if value is True else value for name, value in given.items()},
+    )
+    with pytest.raises(ValueError, match="fewer than one window of 150; give a longer --valid"):
+        prepare_data(config, lone)
+
+
+@pytest.fixture
+def lone(tmp_path):
+    """A process group of this process only."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield Ranks(0, 1, torch.device("cpu"))
+    dist.destroy_process_group()
+
+
 @pytest.fixture
 def stream_config(tmp_path, small_tokenizer):
     """A streamed data set out of a local JSON-lines file."""
@@ -178,24 +206,35 @@ def stream_config(tmp_path, small_tokenizer):
     )
 
 
-def test_stream_continues_from_its_state(stream_config, small_tokenizer):
-    """Over the end of the data set, too; the state survives JSON."""
+@pytest.mark.parametrize("done", [1, 5, 9, 16, 24])
+def test_stream_continues_from_its_state(stream_config, small_tokenizer, done):
+    """From the first epoch and from later ones, over the end of the data set, too; the state
+    survives JSON."""
     ranks = Ranks(1, 2, torch.device("cpu"))
 
     def new():
         return StreamBatches(stream_config, small_tokenizer[0], 8, ranks)
 
-    uninterrupted = new()
-    batches = [uninterrupted.batch(step, 0) for step in range(1, 13)]
-    interrupted = new()
-    for step in range(1, 6):
-        interrupted.batch(step, 0)
-    resumed = new()
-    resumed.load_state(json.loads(json.dumps(interrupted.state())))
-    for step in range(6, 13):
-        assert torch.equal(resumed.batch(step, 0), batches[step - 1])
-    assert batches[0].shape == (8, 17)
-    assert torch.equal(batches[0][0, -1], batches[0][1, 0]), "windows share one token"
+    uninterrupted, resumed = new(), new()
+    for step in range(1, done + 1):
+        uninterrupted.batch(step, 0)
+    state = json.loads(json.dumps(uninterrupted.state()))
+    assert state["epoch"] == {1: 0, 5: 0, 9: 1, 16: 2, 24: 3}[done]
+    resumed.load_state(state)
+    for step in range(done + 1, done + 11):
+        batch = uninterrupted.batch(step, 0)
+        assert torch.equal(resumed.batch(step, 0), batch)
+    assert batch.shape == (8, 17)
+    assert torch.equal(batch[0, -1], batch[1, 0]), "windows share one token"
+
+
+def test_stream_without_text_is_found_before_the_first_batch(stream_config, small_tokenizer):
+    """More ranks than documents, or a wrong field."""
+    with pytest.raises(ValueError, match="has no document for this rank"):
+        StreamBatches(stream_config, small_tokenizer[0], 8, Ranks(12, 13, torch.device("cpu")))
+    wrong = replace(stream_config, text_field="body")
+    with pytest.raises(ValueError, match="--text-field must be one of text, got body"):
+        StreamBatches(wrong, small_tokenizer[0], 8, Ranks(0, 1, torch.device("cpu")))
 
 
 def test_stream_of_another_rank_is_another_text(stream_config, small_tokenizer):
@@ -206,11 +245,6 @@ def test_stream_of_another_rank_is_another_text(stream_config, small_tokenizer):
     assert not torch.equal(first.batch(1, 0), second.batch(1, 0))
 
 
-def test_stream_validation_and_a_wrong_field(stream_config, small_tokenizer, tmp_path):
+def test_stream_validation(stream_config, small_tokenizer, tmp_path):
     path = encode_validation(stream_config, small_tokenizer[0], tmp_path)
     assert small_tokenizer[0].decode(tokenizer.open_tokens(path)) == PLAIN + "<|endoftext|>"
-    wrong = TrainConfig(
-        dataset="json", dataset_files=stream_config.dataset_files, text_field="body"
-    )
-    with pytest.raises(ValueError, match="--text-field must be one of text, got body"):
-        StreamBatches(wrong, small_tokenizer[0], 8, Ranks(0, 1, torch.device("cpu"))).batch(1, 0)

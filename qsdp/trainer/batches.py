@@ -104,7 +104,8 @@ def validation_starts(num_tokens: int, sequence_length: int, limit: int) -> Star
     if available < 1:
         raise ValueError(
             f"the validation text holds {num_tokens} tokens, fewer than one window of "
-            f"{sequence_length}; give a longer --valid or lower --sequence-length"
+            f"{sequence_length}; give a longer --valid, raise --valid-fraction, or lower "
+            "--sequence-length"
         )
     count = min(limit, available)
     return np.arange(count, dtype=np.int64) * available // count * sequence_length

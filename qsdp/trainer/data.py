@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from qsdp.trainer.batches import Batches, TextBatches
+from qsdp.trainer.batches import Batches, TextBatches, validation_starts
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.ranks import Ranks, on_rank_zero, together
 from qsdp.trainer.text import read_text
@@ -36,7 +36,11 @@ class _Files(NamedTuple):
 
 
 def prepare_data(config: TrainConfig, ranks: Ranks) -> Data:
-    """Rank 0 trains the tokenizer and encodes the text, all ranks open the files; collective."""
+    """Rank 0 trains the tokenizer and encodes the text, all ranks open the files; collective.
+
+    Raises:
+        ValueError: text that cannot be read, or is too short to train or to validate on.
+    """
     paths = on_rank_zero(lambda: [str(path or "") for path in _prepare_files(config)])
     tokenizer, train, valid = paths
     files = _Files(Path(tokenizer), Path(train) if train else None, Path(valid))
@@ -69,7 +73,8 @@ def _given_tokenizer(config: TrainConfig) -> Path | None:
 
 
 def _open(config: TrainConfig, ranks: Ranks, files: _Files) -> Data:
-    tokenizer = load_tokenizer(files.tokenizer)
+    tokenizer, valid = load_tokenizer(files.tokenizer), open_tokens(files.valid)
+    validation_starts(len(valid), config.sequence_length, 1)
     micro_batches = config.micro_batches(ranks.num_ranks)
     micro = config.batch_size // (micro_batches * ranks.num_ranks)
     batches: Batches
@@ -85,4 +90,4 @@ def _open(config: TrainConfig, ranks: Ranks, files: _Files) -> Data:
             rank=ranks.rank,
             seed=config.seed,
         )
-    return Data(tokenizer, batches, open_tokens(files.valid))
+    return Data(tokenizer, batches, valid)

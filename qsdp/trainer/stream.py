@@ -24,7 +24,11 @@ from qsdp.trainer.tokenizer import encode, save_tokens
 
 
 class StreamBatches:
-    """Batches of one rank; steps must be asked for in order."""
+    """Batches of one rank; steps must be asked for in order.
+
+    Raises:
+        ValueError: the data set cannot be opened, or holds no text for this rank.
+    """
 
     def __init__(
         self,
@@ -40,13 +44,14 @@ class StreamBatches:
         self._dataset = split_dataset_by_node(stream, ranks.rank, ranks.num_ranks)
         self._epoch = 0
         self._documents: Iterator[dict[str, Any]] = iter(self._dataset)
-        self._buffer: list[int] = []
+        # The first document already, so that a data set that cannot be used ends a run at its start.
+        self._buffer = self._next_tokens()
 
     def batch(self, step: int, micro_batch: int) -> torch.Tensor:
         micro_batch_size, length = self._shape
         needed = micro_batch_size * length + 1
         while len(self._buffer) < needed:
-            self._buffer.extend(encode(self._next_document(), self._tokenizer).tolist())
+            self._buffer.extend(self._next_tokens())
         row = torch.tensor(self._buffer[:needed])
         # The last target is the first input of the next batch.
         self._buffer = self._buffer[needed - 1 :]
@@ -60,10 +65,16 @@ class StreamBatches:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self._dataset.load_state_dict(state["stream"])
+        # First the epoch: `datasets` takes a place in the stream only for the epoch that it is in.
         self._epoch = state["epoch"]
+        self._dataset.set_epoch(self._epoch)
+        self._dataset.load_state_dict(state["stream"])
         self._buffer = list(state["buffer"])
         self._documents = iter(self._dataset)
+
+    def _next_tokens(self) -> list[int]:
+        ids: list[int] = encode(self._next_document(), self._tokenizer).tolist()
+        return ids
 
     def _next_document(self) -> str:
         for _ in range(2):
