@@ -17,16 +17,19 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
 import torch
 
 from qsdp.kernels import build, cpu, reference
-from qsdp.wire import Segment, WireLayout, wire_layout
+from qsdp.kernels.compare import same_bits
+from qsdp.quantizer import MAX_BITS, MIN_BITS, every_format
+from qsdp.wire import VALUE_DTYPES, Segment, WireLayout, wire_layout
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BITS = range(MIN_BITS, MAX_BITS + 1)
+FORMATS = every_format()
 SIZES = (0, 1, 2, 31, 32, 33, 127, 128, 129, 255, 1000, 1023, 1024, 1025, 3000, 9000)
 BLOCK_SIZES = (32, 64, 96, 128, 160, 256, 1024, 2048, 4096, 8192)
 GUARD, GUARD_BYTES = 0xA5, 64
@@ -81,28 +84,21 @@ def random_levels(random: Random, bits: int) -> tuple[float, ...]:
 
 def random_segment(random: Random) -> Segment:
     numel = random.choice(SIZES) if random.random() < 0.6 else random.randrange(3000)
-    bits = random.choice((None, *range(2, 9), *range(2, 9)))
+    bits = random.choice((None, *BITS, *BITS))
     if bits is None:
         return Segment(numel)
-    rounding = random.choice(("nearest", "stochastic", "shift", "dither"))
-    levels = None
-    if rounding == "nearest" and random.random() < 0.4:
-        levels = random_levels(random, bits)
-    scaling, scale_dtype = "minmax", "float32"
-    if rounding != "shift":  # which moves an offset of full precision
-        scaling = random.choice(("minmax", "symmetric"))
-        scale_dtype = random.choice(("float32", "bfloat16"))
-    transform = random.choice((None, "hadamard"))
+    form = random.choice(FORMATS)
+    levels = random_levels(random, bits) if form.levels else None
     block_size = random.choice(BLOCK_SIZES)
-    return Segment(numel, bits, block_size, rounding, levels, scaling, scale_dtype, transform)
+    return Segment(numel, replace(form, bits=bits, block_size=block_size, levels=levels))
 
 
 def random_case(random: Random, isas: list[str]) -> Case:
     segments = tuple(random_segment(random) for _ in range(random.randint(1, 4)))
     return Case(
         segments=segments,
-        dtype=random.choice(DTYPES),
-        out_dtype=random.choice(DTYPES),
+        dtype=random.choice(VALUE_DTYPES),
+        out_dtype=random.choice(VALUE_DTYPES),
         num_rows=random.choice((1, 1, 2, 3, 5)),
         first_row=random.choice((0, 1, 70000)),
         key=random.getrandbits(64),
@@ -199,12 +195,6 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bit for bit; a NaN equals a NaN."""
-    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return bool(((a.view(integer) == b.view(integer)) | (a.isnan() & b.isnan())).all())
-
-
 def differences(case: Case, *, guarded: bool = True) -> list[str]:
     """What the native kernels do differently from the reference: nothing, it is hoped."""
     layout = wire_layout(case.segments, case.dtype)
@@ -228,9 +218,8 @@ def _differences(case: Case, layout: WireLayout, memory: Memory) -> list[str]:
     generator = torch.Generator().manual_seed(case.seed)
     values = torch.empty(shape, dtype=case.dtype)
     for span, kind in zip(layout.spans, case.kinds, strict=True):
-        size = span.segment.numel
-        part = make_values(kind, (case.num_rows, size), generator)
-        values[:, span.value_offset : span.value_offset + size] = part.to(case.dtype)
+        part = make_values(kind, (case.num_rows, span.segment.numel), generator)
+        values[:, span.values] = part.to(case.dtype)
 
     own_values = memory.tensor(shape, case.dtype, of_values)
     own_values.copy_(values)
@@ -249,7 +238,7 @@ def _differences(case: Case, layout: WireLayout, memory: Memory) -> list[str]:
     own_out = memory.tensor(shape, case.out_dtype, of_out)
     reference.decode(wire, layout, out)
     cpu.decode(own_wire, layout, own_out)
-    if not same_values(out, own_out):
+    if not same_bits(out, own_out):
         found.append("decode")
 
     out = torch.empty(layout.numel, dtype=case.out_dtype)
@@ -257,7 +246,7 @@ def _differences(case: Case, layout: WireLayout, memory: Memory) -> list[str]:
     factors = {"multiply": case.multiply, "divide": case.divide}
     reference.decode_sum(wire, layout, out, **factors)
     cpu.decode_sum(own_wire, layout, own_out, **factors)
-    if not same_values(out, own_out):
+    if not same_bits(out, own_out):
         found.append("decode_sum")
 
     sums = values.clone()
@@ -267,7 +256,7 @@ def _differences(case: Case, layout: WireLayout, memory: Memory) -> list[str]:
     own_after = memory.tensor(wire_shape, torch.uint8, of_out)
     reference.accumulate(sums, layout, wire, after)
     cpu.accumulate(own_sums, layout, own_wire, own_after)
-    if not same_values(sums, own_sums):
+    if not same_bits(sums, own_sums):
         found.append("accumulate")
     if not torch.equal(after, own_after):
         found.append("what accumulate encodes")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 
 from qsdp.buffers import BufferPool
-from qsdp.units import subsequences_of_size
-from qsdp.wire import Segment
 
 CPU = torch.device("cpu")
 
@@ -46,13 +44,22 @@ def test_the_bound_holds() -> None:
     assert pool.take(0, torch.uint8, CPU).shape == (0,)
 
 
-def test_subsequences_of_size() -> None:
-    """Which parameters got gradients: all, a unique choice, or several that look alike or not."""
-    a, b, raw = Segment(4, 8), Segment(6, 8), Segment(4)
-    assert subsequences_of_size((a, b, raw), 14) == [(a, b, raw)]
-    assert subsequences_of_size((a, b), 6) == [(b,)]
-    assert subsequences_of_size((a, a, b), 10) == [(a, b)], "either a: the same on the wire"
-    assert len(subsequences_of_size((a, b, raw), 4)) == 2
-    assert subsequences_of_size((a, b), 5) == []
-    many = tuple(Segment(2**i, 8) for i in range(16)) * 2
-    assert len(subsequences_of_size(many, 12345)) == 2, "bounded work"
+def test_a_buffer_of_an_inference_serves_training() -> None:
+    """Memory taken first under inference mode is written in place later, and saved for backward,
+    as tensors of an inference cannot be.
+    """
+    pool = BufferPool()
+    with torch.inference_mode():
+        first = pool.take(100, torch.float32, CPU)
+        first.fill_(1.0)
+        address = first.data_ptr()
+        del first
+    buffer = pool.take(100, torch.float32, CPU)
+    assert buffer.data_ptr() == address and not buffer.is_inference()
+    buffer += 1.0
+    weight = torch.nn.Parameter(torch.full((100,), 3.0))
+    (weight * buffer).sum().backward()
+    assert torch.equal(weight.grad, torch.full((100,), 2.0))
+    buffer.requires_grad_()
+    (weight.detach() * buffer).sum().backward()
+    assert torch.equal(buffer.grad, torch.full((100,), 3.0))

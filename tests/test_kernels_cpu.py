@@ -6,6 +6,9 @@ import subprocess
 import sys
 import warnings
 import zipfile
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from random import Random
 
@@ -14,15 +17,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from qsdp import check, kernels
+from qsdp import Quantizer, kernels
 from qsdp.kernels import build, cpu, reference
-from qsdp.wire import Segment, wire_layout
+from qsdp.kernels.compare import PLAIN, example_values, with_bits
+from qsdp.quantizer import MAX_BITS, MIN_BITS, every_format, format_name
+from qsdp.wire import VALUE_DTYPES, Segment, tensor_layout
 from tests.fuzz_kernels import KINDS, Case, differences, random_case, supported_isas
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=cpu.why_unavailable())
 
 ISAS = supported_isas() if cpu.available() else []
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BITS = range(MIN_BITS, MAX_BITS + 1)
 LARGE = 1 << 19  # values: enough for several threads, and for stores past the cache as float32
 
 
@@ -32,38 +37,54 @@ def case(segments: tuple[Segment, ...], **options: object) -> Case:
     return Case(segments=segments, **(defaults | options))
 
 
-def segment(numel: int, bits: int, block_size: int, rounding: str) -> Segment:
-    if rounding == "levels":
-        return Segment(numel, bits, block_size, "nearest", check.example_levels(bits))
-    return Segment(numel, bits, block_size, rounding)
+def check_format(quantizer: Quantizer, isa: str, dtypes: Iterable[tuple[torch.dtype, ...]]) -> None:
+    """Special values, short last blocks, full precision between."""
+    small = replace(quantizer, block_size=64)
+    segments = (Segment(3210, quantizer), Segment(77), Segment(197, small))
+    for dtype, out_dtype in dtypes:
+        kinds = ("one special", "normal", "any bits")
+        options = {"dtype": dtype, "out_dtype": out_dtype, "kinds": kinds, "isa": isa}
+        assert differences(case(segments, **options)) == []
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("rounding", check.ROUNDINGS)
-@pytest.mark.parametrize("bits", check.BITS)
-def test_every_format(bits: int, rounding: str, isa: str) -> None:
-    """Special values, short last blocks, full precision between, in every pair of dtypes."""
-    segments = (segment(3210, bits, 1024, rounding), Segment(77), segment(197, bits, 64, rounding))
-    for dtype in DTYPES:
-        for out_dtype in DTYPES:
-            kinds = ("one special", "normal", "any bits")
-            options = {"dtype": dtype, "out_dtype": out_dtype, "kinds": kinds, "isa": isa}
-            assert differences(case(segments, **options)) == []
+@pytest.mark.parametrize("form", every_format(), ids=format_name)
+def test_every_format(form: Quantizer, isa: str) -> None:
+    """In every pair of dtypes, which the widths share."""
+    turn = every_format().index(form)
+    for place, pair in enumerate(product(VALUE_DTYPES, VALUE_DTYPES)):
+        check_format(with_bits(form, BITS[(place + turn) % len(BITS)]), isa, [pair])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("form", PLAIN, ids=format_name)
+@pytest.mark.parametrize("bits", BITS)
+def test_every_width(bits: int, form: Quantizer, isa: str) -> None:
+    """In every dtype, in and out."""
+    turned = (*VALUE_DTYPES[1:], VALUE_DTYPES[0])
+    check_format(with_bits(form, bits), isa, zip(VALUE_DTYPES, turned, strict=True))
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_value(kind: str, isa: str) -> None:
-    for rounding in check.ROUNDINGS:
-        segments = tuple(segment(1500, bits, 256, rounding) for bits in check.BITS)
+    """In every format, at widths that take turns."""
+    turn = KINDS.index(kind)
+    formats = [
+        with_bits(form, BITS[(place + turn) % len(BITS)], 256)
+        for place, form in enumerate(every_format())
+    ]
+    for start in range(0, len(formats), len(BITS)):
+        segments = tuple(Segment(1500, form) for form in formats[start : start + len(BITS)])
         assert differences(case(segments, kinds=(kind,) * len(segments), isa=isa)) == []
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("misalignment", [1, 2, 4, 8, 31, 32, 37])
 def test_every_alignment(misalignment: int, isa: str) -> None:
-    segments = (segment(2500, 4, 1024, "shift"), Segment(33), segment(2500, 8, 1024, "nearest"))
-    for dtype in DTYPES:
+    shift, nearest = Quantizer(4, 1024, "shift"), Quantizer(8, 1024, "nearest")
+    segments = (Segment(2500, shift), Segment(33), Segment(2500, nearest))
+    for dtype in VALUE_DTYPES:
         for which in range(3):
             offsets = tuple(misalignment if which == i else 0 for i in range(3))
             options = {"dtype": dtype, "misalignments": offsets, "isa": isa}
@@ -75,23 +96,23 @@ def test_every_alignment(misalignment: int, isa: str) -> None:
 def test_large_inputs_are_shared_between_threads(num_threads: int, isa: str) -> None:
     """Several threads, stores past the cache, a large block, sums of four rows."""
     segments = (
-        segment(LARGE + 5, 8, 1024, "stochastic"),
-        segment(LARGE // 2, 4, 65536, "shift"),
+        Segment(LARGE + 5, Quantizer(8, 1024, "stochastic")),
+        Segment(LARGE // 2, Quantizer(4, 65536, "shift")),
         Segment(1001),
     )
     options = {"num_rows": 4, "num_threads": num_threads, "divide": 4.0, "isa": isa}
     assert differences(case(segments, **options)) == []
 
 
-@pytest.mark.parametrize("segments", [(), (Segment(0),), (Segment(0, 4), Segment(0))])
+@pytest.mark.parametrize("segments", [(), (Segment(0),), (Segment(0, Quantizer(4)), Segment(0))])
 def test_empty_layouts(segments: tuple[Segment, ...]) -> None:
     assert differences(case(segments)) == []
 
 
 def test_rows_do_not_depend_on_where_they_are_encoded() -> None:
     """Row r of a call that begins at row 5 is row 5 + r of one that begins at 0."""
-    layout = wire_layout((segment(2000, 3, 256, "stochastic"),), torch.float32)
-    values = check.example_values(8, layout.numel, torch.float32)
+    layout = tensor_layout(2000, Quantizer(3, 256, "stochastic"))
+    values = example_values(8, layout.numel, torch.float32)
     wire = torch.empty((8, layout.row_bytes), dtype=torch.uint8)
     cpu.encode(values, layout, wire, key=9)
     part = torch.empty((3, layout.row_bytes), dtype=torch.uint8)

@@ -5,29 +5,43 @@ from __future__ import annotations
 import pytest
 import torch
 
+import qsdp
 from qsdp import Quantizer
 from qsdp.kernels import reference
-from qsdp.kernels.packing import pack, unpack
-from qsdp.wire import Segment, code_bytes, damaged_rows, planes, seal, wire_layout
+from qsdp.kernels.compare import same_bits
+from qsdp.kernels.reference import pack, unpack
+from qsdp.quantizer import every_format, format_name
+from qsdp.rows import accumulate_rows, check_rows, decode_rows, encode_rows, sum_rows, take_rows
+from qsdp.wire import (
+    Segment,
+    code_bytes,
+    damaged_rows,
+    planes,
+    row_checksums,
+    seal,
+    tensor_layout,
+    wire_layout,
+)
 
 ONE, ZERO = bytes.fromhex("0000803f"), bytes(4)
 
 
 def test_golden_bytes_of_three_bits() -> None:
     """Values 0 to 7 at 3 bits: scale 1, offset 0, a 2-bit plane, then a 1-bit plane."""
-    wire = Quantizer(3, 32, "nearest").encode(torch.arange(8.0))
+    wire = qsdp.encode(torch.arange(8.0), Quantizer(3, 32, "nearest"))
     assert bytes(wire.tolist()) == ONE + ZERO + bytes([0xE4, 0xE4, 0xF0]) + bytes(5)
 
 
 def test_golden_bytes_of_seven_bits() -> None:
     """0 and 127 = 0b1111111: 4-bit, 2-bit, 1-bit planes, the second value in the higher bits."""
-    wire = Quantizer(7, 32, "nearest").encode(torch.tensor([0.0, 127.0]))
+    wire = qsdp.encode(torch.tensor([0.0, 127.0]), Quantizer(7, 32, "nearest"))
     assert bytes(wire.tolist()) == ONE + ZERO + bytes([0xF0, 0x0C, 0x02]) + bytes(5)
 
 
 def test_golden_bytes_of_a_row_with_full_precision_parts() -> None:
     """All scales first, then raw segments, then codes; a new segment starts a new block."""
-    segments = (Segment(2, 8, 32), Segment(1), Segment(3, 4, 32), Segment(0, 8, 32))
+    eight, four = Quantizer(8, 32, "nearest"), Quantizer(4, 32, "nearest")
+    segments = (Segment(2, eight), Segment(1), Segment(3, four), Segment(0, eight))
     layout = wire_layout(segments, torch.float32)
     values = torch.tensor([[0.0, 255.0, 1.0, 15.0, 0.0, 5.0]])
     wire = torch.full((1, layout.row_bytes), 0xAA, dtype=torch.uint8)
@@ -56,26 +70,26 @@ def test_wire_bytes_follow_the_formula(bits: int) -> None:
         blocks = -(-numel // 1024)
         codes = (numel // 1024) * 128 * bits + code_bytes(numel % 1024, bits)
         exact = 8 * blocks + codes
-        assert exact <= Quantizer(bits).wire_bytes(numel) < exact + 8
-    assert Quantizer(8).wire_bytes(10**7) / 10**7 < 1.01
+        assert exact <= qsdp.wire_bytes(numel, Quantizer(bits)) < exact + 8
+    assert qsdp.wire_bytes(10**7, Quantizer(8)) / 10**7 < 1.01
 
 
 def test_a_segment_is_encoded_as_if_it_were_alone() -> None:
     """No block straddles two parameters: neighbours do not change a segment's scales or codes."""
     quantizer = Quantizer(8, 64, "nearest")
     small, large = torch.randn(100) * 1e-3, torch.randn(100) * 1e3
-    layout = wire_layout((quantizer.segment(100), quantizer.segment(100)), torch.float32)
+    layout = wire_layout((Segment(100, quantizer),) * 2, torch.float32)
     wire = torch.empty(1, layout.row_bytes, dtype=torch.uint8)
     reference.encode(torch.cat((small, large))[None], layout, wire, key=0)
     back = torch.empty(1, 200)
     reference.decode(wire, layout, back)
     for part, values in zip(back[0].split(100), (small, large), strict=True):
-        assert torch.equal(part, quantizer.decode(quantizer.encode(values), 100))
+        assert torch.equal(part, qsdp.decode(qsdp.encode(values, quantizer), 100, quantizer))
     assert ((back[0, :100] - small).abs().max() < 1e-4).item()
 
 
 def test_decode_sum_adds_rows_in_order_and_rounds_once() -> None:
-    segments = (Segment(300, 8, 64, "stochastic"), Segment(5))
+    segments = (Segment(300, Quantizer(8, 64, "stochastic")), Segment(5))
     layout = wire_layout(segments, torch.bfloat16)
     values = torch.randn(3, 305).bfloat16()
     wire = torch.empty(3, layout.row_bytes, dtype=torch.uint8)
@@ -89,7 +103,7 @@ def test_decode_sum_adds_rows_in_order_and_rounds_once() -> None:
 
 
 def test_rows_draw_different_random_bits() -> None:
-    layout = Quantizer(4, 1024, "stochastic").layout(1024)
+    layout = tensor_layout(1024, Quantizer(4, 1024, "stochastic"))
     values = torch.randn(1024).expand(2, -1).contiguous()
     wire = torch.empty(2, layout.row_bytes, dtype=torch.uint8)
     reference.encode(values, layout, wire, key=1)
@@ -101,8 +115,9 @@ def test_rows_draw_different_random_bits() -> None:
 
 def test_every_damaged_byte_is_found() -> None:
     """Any flipped bit of a row, its checksum included, and exchanged words."""
-    layout = wire_layout((Segment(40, 4, 32), Segment(3)), torch.float32, checksum=True)
-    plain = wire_layout((Segment(40, 4, 32), Segment(3)), torch.float32)
+    segments = (Segment(40, Quantizer(4, 32, "nearest")), Segment(3))
+    layout = wire_layout(segments, torch.float32, checksum=True)
+    plain = wire_layout(segments, torch.float32)
     assert layout.row_bytes == plain.row_bytes + 8
     values = torch.randn(2, 43)
     wire = torch.empty(2, layout.row_bytes, dtype=torch.uint8)
@@ -117,3 +132,104 @@ def test_every_damaged_byte_is_found() -> None:
     words = wire.view(torch.int64).clone()
     words[0, [0, 1]] = words[0, [1, 0]]
     assert damaged_rows(words.view(torch.uint8)) == [0]
+
+
+@pytest.mark.parametrize("form", every_format(3, 64), ids=format_name)
+def test_parts_of_a_row_follow_each_other(form: Quantizer) -> None:
+    """Scales of all segments, full precision, codes, padding: no byte is shared, none is lost."""
+    segments = (Segment(5), Segment(130, form), Segment(0, form), Segment(64, form), Segment(3))
+    layout = wire_layout(segments, torch.bfloat16)
+    quantized = [span for span in layout.spans if span.segment.quantizer is not None]
+    raw = [span for span in layout.spans if span.segment.quantizer is None]
+    parts = [(span.meta_offset, span.segment.meta_bytes) for span in quantized]
+    parts += [(span.data_offset, layout.raw_bytes(span)) for span in raw]
+    parts += [(span.data_offset, span.segment.code_bytes) for span in quantized]
+    at = 0
+    for start, size in parts:
+        assert start == at
+        at += size
+    assert at == layout.payload_bytes <= layout.row_bytes < at + 8 and layout.row_bytes % 8 == 0
+    assert layout.segments == segments and layout.quantized
+    values = torch.arange(layout.numel)
+    cut = torch.cat([values[span.values] for span in layout.spans])
+    assert torch.equal(cut, values)
+    assert not wire_layout((Segment(5), Segment(0)), torch.float32).quantized
+
+
+def test_rows_are_sealed_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rows.py adds to a backend: checksums, where the layout has them, and who is blamed."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
+    segments = (Segment(100, Quantizer(4, 32, "nearest")), Segment(3))
+    layout = wire_layout(segments, torch.float32, checksum=True)
+    plain = wire_layout(segments, torch.float32)
+    values = torch.randn(3, 103)
+    wire, unsealed = (take_rows(3, each, values.device) for each in (layout, plain))
+    encode_rows(values, layout, wire, key=3)
+    encode_rows(values, plain, unsealed, key=3)
+    assert torch.equal(wire[:, : plain.row_bytes], unsealed)
+    assert torch.equal(wire[:, -8:].view(torch.int64)[:, 0], row_checksums(wire))
+
+    back, total = torch.empty_like(values), torch.empty(103)
+    decode_rows(wire, layout, back, senders=(7, 8, 9))
+    sum_rows(wire, layout, total, senders=(7, 8, 9), divide=3.0)
+    assert torch.equal(total, (back[0] + back[1] + back[2]) / 3.0)
+    wire[2, 11] ^= 4
+    wire[0, 0] ^= 1
+    size = layout.row_bytes
+    message = rf"rank 5 received damaged bytes from rank 7, 9 \({size} bytes .*verify=True\) found"
+    for receive in (
+        lambda: decode_rows(wire, layout, back, senders=(7, 8, 9)),
+        lambda: sum_rows(wire, layout, total, senders=(7, 8, 9)),
+        lambda: check_rows(wire, layout, (7, 8, 9)),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            receive()
+    decode_rows(wire, layout, back)  # a row of one's own is not in question
+    check_rows(unsealed, plain, (7, 8, 9))
+
+
+@pytest.mark.parametrize("checksum", (False, True))
+def test_marks_travel_beside_the_values(checksum: bool) -> None:
+    """Eight bytes a row behind the values, before the checksum, which covers them."""
+    segments = (Segment(100, Quantizer(4, 32, "nearest")), Segment(3))
+    layout = wire_layout(segments, torch.float32, checksum, mark=True)
+    plain = wire_layout(segments, torch.float32)
+    assert layout.row_bytes == plain.row_bytes + 8 + 8 * checksum
+    values = torch.randn(2, 103)
+    wire, without = (take_rows(2, each, values.device) for each in (layout, plain))
+    encode_rows(values, plain, without, key=0)
+    for mark, expected in ((False, 0), (True, 1), (torch.tensor(True), 1)):
+        encode_rows(values, layout, wire, key=0, mark=mark)
+        assert layout.marks(wire).tolist() == [expected] * 2
+        assert torch.equal(wire[:, : plain.row_bytes], without)
+    encode_rows(values[:1], layout, wire[:1], key=0)
+    assert layout.marks(wire).tolist() == [0, 1], "each row has its own"
+    if checksum:
+        layout.marks(wire)[0] = 1
+        assert damaged_rows(wire) == [0]
+    back, expected = torch.empty_like(values), torch.empty_like(values)
+    decode_rows(wire, layout, back)
+    decode_rows(without, plain, expected)
+    assert torch.equal(back, expected)
+
+
+@pytest.mark.parametrize("form", every_format(4, 32), ids=format_name)
+def test_accumulate_adds_to_what_was_there(form: Quantizer) -> None:
+    """Decode, add, encode, decode; a block without a finite number counts as zero."""
+    layout = wire_layout((Segment(70, form), Segment(5)), torch.float32)
+    first, change = torch.randn(2, 75), torch.randn(2, 75)
+    first[0, 40] = torch.nan
+    before, after = (take_rows(2, layout, first.device) for _ in range(2))
+    encode_rows(first, layout, before, key=0)
+    kept, expected = torch.empty_like(first), change.clone()
+    decode_rows(before, layout, kept)
+    assert kept[0, 32:64].isnan().all()
+    expected[:, :70] += kept[:, :70].nan_to_num(0.0)
+    rows = change.clone()
+    accumulate_rows(rows, layout, before, after)
+    assert torch.equal(rows[:, 70:], change[:, 70:]), "full precision is taken as it is"
+    encoded = torch.empty_like(after)
+    encode_rows(expected, layout, encoded, key=0)
+    assert torch.equal(after, encoded)
+    decode_rows(after, layout, kept)
+    assert rows.isfinite().all() and same_bits(rows, kept)
