@@ -208,7 +208,7 @@ def gather_stages(
     wire = take_rows(num_ranks, layout, device)
     with meter.phase("encode", device):
         values, row = input.view(1, -1), wire[rank : rank + 1]
-        encode_rows(values, layout, row, key=key, first_row=rank, mark=mark)
+        encode_rows(values, layout, row, key=key, first_row=rank, sender=rank, mark=mark)
     yield from gather_in_hops(wire, group, nodes, meter, stock=(num_ranks - 1) * input.nbytes)
     with meter.phase("decode", device):
         senders = dist.get_process_group_ranks(group)
@@ -226,19 +226,19 @@ def _reduce_stages(
     meter: CommMeter,
     residual: torch.Tensor | None,
 ) -> Stages:
-    num_ranks, device = group.size(), input.device
+    num_ranks, rank, device = group.size(), group.rank(), input.device
     rows = input.view(num_ranks, -1)
     wire, arrived = (take_rows(num_ranks, layout, device) for _ in range(2))
     with meter.phase("encode", device):
         if residual is not None:
             residual += rows
             rows = residual.to(rows.dtype, copy=True)
-        encode_rows(rows, layout, wire, key=derive_key(key, group.rank()))
+        encode_rows(rows, layout, wire, key=derive_key(key, rank), sender=rank)
         if residual is not None:
-            _keep_what_was_lost(residual, wire, layout)
+            _keep_what_was_lost(residual, wire, layout, rank)
     stock = (num_ranks - 1) * output.numel() * input.element_size()
     meter.count_rows(layout.row_bytes, num_ranks, stock=stock)
-    yield swap_rows(arrived, wire, group.rank(), group)
+    yield swap_rows(arrived, wire, rank, group)
     with meter.phase("decode", device):
         senders = dist.get_process_group_ranks(group)
         multiply, divide = factors
@@ -271,7 +271,7 @@ def _two_level_reduce_stages(
     )
     with meter.phase("encode", device):
         wire = take_rows(num_ranks, inside, device)
-        encode_rows(input.view(num_ranks, -1), inside, wire, key=key)
+        encode_rows(input.view(num_ranks, -1), inside, wire, key=key, sender=place)
         # To local rank r goes what place r owns, for every node.
         to_places = wire.view(num_nodes, per_node, -1).transpose(0, 1).contiguous()
     from_places = torch.empty_like(to_places)
@@ -285,7 +285,7 @@ def _two_level_reduce_stages(
             sum_rows(parts, inside, target, senders)
     with meter.phase("encode", device):
         to_nodes, from_nodes = (take_rows(num_nodes, layout, device) for _ in range(2))
-        encode_rows(sums, layout, to_nodes, key=derive_key(key, 1))
+        encode_rows(sums, layout, to_nodes, key=derive_key(key, 1), sender=node)
     yield swap_rows(from_nodes, to_nodes, node, nodes.inter)
     with meter.phase("decode", device):
         senders = dist.get_process_group_ranks(nodes.inter)
@@ -323,10 +323,12 @@ def _all_reduce_stages(
         tensor[span.values] = rows[:, piece.values].reshape(-1)[: span.segment.numel]
 
 
-def _keep_what_was_lost(exact: torch.Tensor, wire: torch.Tensor, layout: WireLayout) -> None:
-    """Take what ``wire`` holds off ``exact``."""
+def _keep_what_was_lost(
+    exact: torch.Tensor, wire: torch.Tensor, layout: WireLayout, rank: int
+) -> None:
+    """Take what ``wire`` holds, all of it this rank's own, off ``exact``."""
     decoded = torch.empty_like(exact)
-    decode_rows(wire, layout, decoded)
+    decode_rows(wire, layout, decoded, own=rank)
     exact -= decoded
     _drop_what_is_not_finite(exact)
 

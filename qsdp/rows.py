@@ -31,6 +31,7 @@ def encode_rows(
     *,
     key: int,
     first_row: int = 0,
+    sender: int = 0,
     mark: bool | torch.Tensor = False,
 ) -> None:
     """Encode ``values`` (num_rows, layout.numel) into ``wire`` (num_rows, layout.row_bytes).
@@ -38,10 +39,12 @@ def encode_rows(
     Args:
         key: 64 bits for random rounding.
         first_row: of the first row's draws; other rows, other draws.
+        sender: place of this rank among those whose rows are decoded together; rows of other
+            senders are dithered differently, so that their errors average.
         mark: of all rows, where the layout has marks.
     """
     backend = backend_for(values.device)
-    backend.encode(values, layout, wire, key=key, first_row=first_row)
+    backend.encode(values, layout, wire, key=key, first_row=first_row, sender=sender)
     for span, maps in layout.maps(wire):
         backend.map_zeros(values[:, span.values], maps)
     if layout.mark:
@@ -51,18 +54,25 @@ def encode_rows(
 
 
 def decode_rows(
-    wire: torch.Tensor, layout: WireLayout, values: torch.Tensor, senders: Sequence[int] = ()
+    wire: torch.Tensor,
+    layout: WireLayout,
+    values: torch.Tensor,
+    senders: Sequence[int] = (),
+    *,
+    own: int | None = None,
 ) -> None:
     """Decode ``wire`` into ``values`` (num_rows, layout.numel), of any of the three dtypes.
 
     Args:
         senders: the global rank that each row came from, for errors; none for rows of one's own.
+        own: the ``sender`` of all rows; None where row i is of sender i.
 
     Raises:
         RuntimeError: naming the ranks whose rows arrived damaged, where the layout has checksums.
     """
     check_rows(wire, layout, senders)
-    backend_for(wire.device).decode(wire, layout, values)
+    first, step = (0, 1) if own is None else (own, 0)
+    backend_for(wire.device).decode(wire, layout, values, first_sender=first, sender_step=step)
     for span, maps in layout.maps(wire):
         write_zeros(values[:, span.values], maps)
 

@@ -9,11 +9,12 @@ import torch
 
 import qsdp
 from qsdp import Quantizer
-from qsdp.kernels import blocks, reference
-from qsdp.kernels.compare import with_bits
+from qsdp.kernels import blocks, cpu, reference
+from qsdp.kernels.compare import dtype_name, with_bits
 from qsdp.kernels.transform import SIZE, hadamard, inverse_hadamard
 from qsdp.quantizer import every_format, format_name
-from qsdp.wire import tensor_layout
+from qsdp.rows import decode_rows, encode_rows, sum_rows
+from qsdp.wire import VALUE_DTYPES, Segment, map_bytes, tensor_layout, wire_layout
 from tests.test_quantizer import WORST_STEPS, quantize_with
 
 BLOCK = 64
@@ -215,3 +216,79 @@ def test_qsgd_bounds(bits: int, kind: str) -> None:
     up = (q % 65536) / 65536  # the chance of the higher code
     variance = float((scale**2 * up * (1 - up)).sum())
     assert variance <= numel / (4 * s**2) * largest**2 * (1 + 1e-6)
+
+
+def test_equal_blocks_of_many_ranks_are_dithered_differently() -> None:
+    """Their errors average: the mean over 64 ranks errs as much less as its square root says."""
+    quantizer = Quantizer(3, 128, "dither", scale_dtype="bfloat16", transform="hadamard")
+    values = torch.randn(1, 4096, generator=torch.Generator().manual_seed(0))
+    layout = wire_layout((Segment(4096, quantizer),), torch.float32)
+    wire = torch.empty(64, layout.row_bytes, dtype=torch.uint8)
+    for rank in range(64):
+        encode_rows(values, layout, wire[rank : rank + 1], key=0, sender=rank)
+    mean, one = torch.empty(4096), torch.empty(1, 4096)
+    sum_rows(wire, layout, mean, divide=64.0)
+    decode_rows(wire[3:4], layout, one, own=3)
+    assert (mean - values[0]).norm() < 0.2 * (one - values).norm()
+
+
+@pytest.mark.parametrize("form", every_format(), ids=format_name)
+def test_what_is_finite_in_float16_stays_finite(form: Quantizer) -> None:
+    """Near the largest number too, where an error of half a step would go past it."""
+    values = torch.full((2, 4096), 6e4).half()
+    values[:, ::3], values[:, ::7] = -65504.0, 65504.0
+    layout = wire_layout((Segment(4096, with_bits(form, 2, 128)),), torch.float16)
+    for backend in (reference, cpu):
+        wire = torch.empty(2, layout.row_bytes, dtype=torch.uint8)
+        backend.encode(values, layout, wire, key=0)
+        decoded, mean = torch.empty_like(values), torch.empty_like(values[0])
+        backend.decode(wire, layout, decoded)
+        backend.decode_sum(wire, layout, mean, divide=2.0)
+        assert decoded.isfinite().all() and mean.isfinite().all()
+        values[0, 5] = torch.inf
+        backend.encode(values, layout, wire, key=0)
+        backend.decode(wire, layout, decoded)
+        assert decoded[0, :128].isnan().all(), "an infinity is seen"
+        values[0, 5] = 6e4
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=dtype_name)
+def test_full_precision_moves_bits(dtype: torch.dtype) -> None:
+    """Every pattern of 16 bits, those of NaN too: they may be a payload that somebody packed."""
+    patterns = torch.arange(1 << 16, dtype=torch.int32)
+    words = (patterns << 16 | 0x1234) if dtype == torch.float32 else patterns.to(torch.int16)
+    values = words.view(dtype)[None]
+    layout = wire_layout((Segment(100), Segment((1 << 16) - 100)), dtype)
+    for backend in (reference, cpu):
+        wire = torch.empty(1, layout.row_bytes, dtype=torch.uint8)
+        backend.encode(values, layout, wire, key=0)
+        decoded = torch.zeros_like(values)
+        backend.decode(wire, layout, decoded)
+        assert torch.equal(decoded.view(words.dtype), words[None])
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=dtype_name)
+def test_maps_of_zeros(dtype: torch.dtype) -> None:
+    """Groups of 32 zeros come back as zeros, whatever the format does; backends agree."""
+    generator = torch.Generator().manual_seed(0)
+    for numel in (1, 32, 33, 255, 257, 3001):
+        values = torch.randn(3, numel, generator=generator).to(dtype)
+        groups = (torch.rand(3, -(-numel // 32), generator=generator) < 0.5).repeat_interleave(
+            32, dim=1
+        )[:, :numel]
+        values[groups] = -0.0
+        maps = [torch.full((3, map_bytes(numel)), fill, dtype=torch.uint8) for fill in (1, 2)]
+        for backend, into in zip((reference, cpu), maps, strict=True):
+            backend.map_zeros(values, into)
+        assert torch.equal(*maps)
+        segment = Segment(numel, Quantizer(2, 96, "dither", transform="hadamard"))
+        layout = wire_layout((Segment(7), segment), dtype, checksum=True, zeros=True)
+        rows = torch.cat((torch.ones(3, 7, dtype=dtype), values), dim=1)
+        wire = torch.empty(3, layout.row_bytes, dtype=torch.uint8)
+        encode_rows(rows, layout, wire, key=0)
+        decoded, total = torch.empty(3, numel + 7), torch.empty(numel + 7)
+        decode_rows(wire, layout, decoded)
+        sum_rows(wire, layout, total)
+        assert not decoded[:, 7:][groups].any() and not total[7:][groups.all(0)].any()
+        used = ~groups.all(0)
+        assert not used.any() or total[7:][used].any()

@@ -177,13 +177,13 @@ def _compiled_reference(values: torch.Tensor, bits: int) -> Peer:
 
     @torch.compile
     def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        scale, offset, code = reference.quantize_blocks(x, quantizer, 0, 0, 0, 0)
+        scale, offset, code = blocks.quantize_blocks(x, quantizer, 0, 0, 0, 0)
         return scale, offset, reference.pack(code, bits)
 
     @torch.compile
     def decode(scale: torch.Tensor, offset: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
         code = reference.unpack(packed, bits, BLOCK_SIZE)
-        return reference.dequantize_blocks(scale, offset, code, quantizer)
+        return blocks.dequantize_blocks(scale, offset, code, quantizer)
 
     encoded = encode(blocks)
     return Peer("torch.compile", bits, lambda: encode(blocks), lambda: decode(*encoded))

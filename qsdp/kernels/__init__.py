@@ -29,9 +29,18 @@ class Backend(Protocol):
         *,
         key: int,
         first_row: int = 0,
+        sender: int = 0,
     ) -> None: ...
 
-    def decode(self, wire: torch.Tensor, layout: WireLayout, values: torch.Tensor) -> None: ...
+    def decode(
+        self,
+        wire: torch.Tensor,
+        layout: WireLayout,
+        values: torch.Tensor,
+        *,
+        first_sender: int = 0,
+        sender_step: int = 1,
+    ) -> None: ...
 
     def decode_sum(
         self,

@@ -166,24 +166,33 @@ int qsdp_set_isa(const char* name) {
 }
 
 void qsdp_encode(const Layout* layout, const char* values, uint8_t* wire, int64_t num_rows,
-                 int64_t first_row, uint64_t key, int32_t dtype, int32_t threads) {
+                 int64_t first_row, uint64_t key, int64_t sender, int32_t dtype, int32_t threads) {
   const int64_t rest = layout->row_bytes - layout->payload_bytes;
   for (int64_t row = 0; rest && row < num_rows; row++)
     memset(wire + row * layout->row_bytes + layout->payload_bytes, 0, size_t(rest));
-  const EncodeJob job{layout, values, wire, first_row, key, dtype};
+  const EncodeJob job{layout, values, wire, first_row, key, dtype, uint32_t(sender)};
   run(isa().encode, job, num_rows * layout->numel, threads);
 }
 
 // decode: num_outputs rows of one row each. decode_sum: one output of rows_per_output rows.
 void qsdp_decode(const Layout* layout, const uint8_t* wire, char* out, int64_t num_outputs,
-                 int64_t rows_per_output, float multiply, float divide, int32_t dtype,
-                 int32_t threads) {
+                 int64_t rows_per_output, float multiply, float divide, int64_t first_sender,
+                 int64_t sender_step, int32_t dtype, int32_t threads) {
   const int64_t total = num_outputs * layout->numel;
   const bool streaming = total * item_size(dtype) >= STREAMING_BYTES;
   const bool plain =
       dtype == FLOAT32 && rows_per_output == 1 && multiply == 1.0f && divide == 1.0f;
-  const DecodeJob job{layout, wire,  out,       rows_per_output, multiply,
-                      divide, dtype, streaming, plain};
+  const DecodeJob job{layout,
+                      wire,
+                      out,
+                      rows_per_output,
+                      multiply,
+                      divide,
+                      dtype,
+                      streaming,
+                      plain,
+                      uint32_t(first_sender),
+                      uint32_t(sender_step)};
   run(isa().decode, job, total, threads);
 }
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qsdp.kernels.reference import FRACTION, level_thresholds
+from qsdp.kernels.blocks import FRACTION, level_thresholds
 from qsdp.quantizer import CHOICES
 from qsdp.wire import Span, WireLayout
 
@@ -95,7 +95,13 @@ def set_isa(name: str | None) -> None:
 
 
 def encode(
-    values: torch.Tensor, layout: WireLayout, wire: torch.Tensor, *, key: int, first_row: int = 0
+    values: torch.Tensor,
+    layout: WireLayout,
+    wire: torch.Tensor,
+    *,
+    key: int,
+    first_row: int = 0,
+    sender: int = 0,
 ) -> None:
     """See :func:`qsdp.kernels.reference.encode`."""
     table = _table(layout)
@@ -111,16 +117,24 @@ def encode(
         num_rows,
         first_row,
         key,
+        sender,
         _DTYPES[values.dtype],
         torch.get_num_threads(),
     )
 
 
-def decode(wire: torch.Tensor, layout: WireLayout, values: torch.Tensor) -> None:
+def decode(
+    wire: torch.Tensor,
+    layout: WireLayout,
+    values: torch.Tensor,
+    *,
+    first_sender: int = 0,
+    sender_step: int = 1,
+) -> None:
     """See :func:`qsdp.kernels.reference.decode`."""
     num_rows = wire.shape[0]
     _check(values, (num_rows, layout.numel))
-    _decode(wire, layout, values, num_rows, 1, 1.0, 1.0)
+    _decode(wire, layout, values, num_rows, 1, 1.0, 1.0, first_sender, sender_step)
 
 
 def decode_sum(
@@ -135,7 +149,7 @@ def decode_sum(
     num_rows = wire.shape[0]
     assert num_rows >= 1
     _check(out, (layout.numel,))
-    _decode(wire, layout, out, 1, num_rows, multiply, divide)
+    _decode(wire, layout, out, 1, num_rows, multiply, divide, 0, 1)
 
 
 def accumulate(
@@ -181,6 +195,8 @@ def _decode(
     rows_per_output: int,
     multiply: float,
     divide: float,
+    first_sender: int,
+    sender_step: int,
 ) -> None:
     _check(wire, (num_outputs * rows_per_output, layout.row_bytes))
     assert wire.dtype == torch.uint8
@@ -192,6 +208,8 @@ def _decode(
         rows_per_output,
         multiply,
         divide,
+        first_sender,
+        sender_step,
         _DTYPES[out.dtype],
         torch.get_num_threads(),
     )
@@ -292,12 +310,12 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     library.qsdp_set_isa.argtypes = (c_char_p,)
     library.qsdp_encode.argtypes = (
         *(pointer, pointer, pointer, size, size),
-        *(c_uint64, c_int32, c_int32),
+        *(c_uint64, size, c_int32, c_int32),
     )
     library.qsdp_encode.restype = None
     library.qsdp_decode.argtypes = (
         *(pointer, pointer, pointer, size, size),
-        *(c_float, c_float, c_int32, c_int32),
+        *(c_float, c_float, size, size, c_int32, c_int32),
     )
     library.qsdp_decode.restype = None
     library.qsdp_accumulate.argtypes = (pointer,) * 4 + (size, c_int32, c_int32)

@@ -21,7 +21,7 @@ FLOAT_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 # Triton's interpreter truncates to bfloat16 where hardware rounds: there the kernel rounds by hand.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-_SCALARS = ["num_raw", "numel", "num_rows", "row_bytes"]
+_SCALARS = ["num_raw", "numel", "num_rows", "row_bytes", "first_sender", "sender_step"]
 
 
 @triton.jit(do_not_specialize=_SCALARS)
@@ -33,8 +33,11 @@ def decode_kernel(
     num_raw,
     numel,
     row_bytes,
+    first_sender,
+    sender_step,
     RAW: tl.constexpr,
     BF16: tl.constexpr,
+    EXACT: tl.constexpr,
     VALUE_ALIGNMENT: tl.constexpr,
     CODE_ALIGNMENT: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -47,19 +50,24 @@ def decode_kernel(
     if tl.program_id(0) < num_raw:
         raw = (wire + row * row_bytes).to(tl.pointer_type(RAW)) + tl.load(run + 3)
         at = start + tl.arange(0, FORMAT.blocks * FORMAT.tile)
-        exact = _load_raw(raw + at, at < count, RAW)
-        _store_values(values + row * numel + tl.load(run) + at, exact, at < count, BF16, True)
+        target = values + row * numel + tl.load(run) + at
+        if EXACT:  # full precision keeps its bits
+            tl.store(target, tl.load(raw + at, mask=at < count, other=0), mask=at < count)
+        else:
+            exact = _load_raw(raw + at, at < count, RAW)
+            _store_values(target, exact, at < count, BF16, True)
     else:
         out = values + tl.multiple_of(row * numel + tl.load(run), VALUE_ALIGNMENT)
         codes = wire + tl.multiple_of(row * row_bytes + tl.load(run + 3), CODE_ALIGNMENT)
         meta = meta_pointer(wire + row * row_bytes, tl.load(run + 2), FORMAT)
         levels += tl.load(run + 6)
+        sender = first_sender + tl.program_id(1) * sender_step
         if count == FORMAT.blocks * FORMAT.quantizer.block_size:
-            value = _decode_tile(codes, meta, levels, run, count, start, FORMAT, True)
+            value = _decode_tile(codes, meta, levels, run, count, start, sender, FORMAT, True)
             value = _untransformed(value, count, start, FORMAT, True)
             _store_tile(out, value, count, start, BF16, FORMAT, True)
         else:
-            value = _decode_tile(codes, meta, levels, run, count, start, FORMAT, False)
+            value = _decode_tile(codes, meta, levels, run, count, start, sender, FORMAT, False)
             value = _untransformed(value, count, start, FORMAT, False)
             _store_tile(out, value, count, start, BF16, FORMAT, False)
 
@@ -131,17 +139,19 @@ def _decode_rows(
     meta = meta_pointer(wire, tl.load(run + 2), FORMAT)
     code_at = tl.multiple_of(tl.load(run + 3), CODE_ALIGNMENT)
     levels += tl.load(run + 6)
-    total = _decode_tile(wire + code_at, meta, levels, run, count, start, FORMAT, FULL)
-    for _ in range(1, num_rows):
+    total = _decode_tile(wire + code_at, meta, levels, run, count, start, 0, FORMAT, FULL)
+    for row in range(1, num_rows):
         code_at += row_bytes
         codes = wire + tl.multiple_of(code_at, CODE_ALIGNMENT)
         meta += row_bytes // FORMAT.meta_bytes
-        total += _decode_tile(codes, meta, levels, run, count, start, FORMAT, FULL)
+        total += _decode_tile(codes, meta, levels, run, count, start, row, FORMAT, FULL)
     return total
 
 
 @triton.jit
-def _decode_tile(codes, meta, levels, run, count, start, FORMAT: tl.constexpr, FULL: tl.constexpr):
+def _decode_tile(
+    codes, meta, levels, run, count, start, sender, FORMAT: tl.constexpr, FULL: tl.constexpr
+):
     """(blocks, tile) float32, transformed values if there is a transform; masked lanes mean
     nothing.
     """
@@ -156,7 +166,8 @@ def _decode_tile(codes, meta, levels, run, count, start, FORMAT: tl.constexpr, F
     if FORMAT.quantizer.rounding == "dither":
         blocks = (tl.load(run + 4) + tl.arange(0, FORMAT.blocks)).to(tl.uint32)
         segment = tl.load(run + 5).to(tl.uint32)
-        grid += shift_of(draw_dither(scale, offset, start, blocks, segment, FORMAT))
+        who = (tl.zeros_like(segment).to(tl.int32) + sender).to(tl.uint32)
+        grid += shift_of(draw_dither(scale, offset, start, blocks, segment, who, FORMAT))
     value = tl.abs(scale)[:, None] * grid + offset[:, None]
     unscaled = tl.minimum(value * 4.0, FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
     unscaled = tl.maximum(unscaled, -FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
@@ -253,6 +264,10 @@ def _store_tile(
     numel = block_numel(count, FORMAT, FULL)
     column = start + tl.arange(0, FORMAT.tile)
     at = tl.arange(0, FORMAT.blocks)[:, None] * FORMAT.quantizer.block_size + column[None, :]
+    if out.dtype.element_ty is tl.float16:  # what was finite stays so
+        largest = 65504.0
+        limited = tl.minimum(tl.maximum(value, -largest), largest)
+        value = tl.where(tl.abs(value) < float("inf"), limited, value)
     _store_values(out + at, value, column[None, :] < numel[:, None], BF16, MASKED)
 
 

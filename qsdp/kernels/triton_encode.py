@@ -38,7 +38,7 @@ MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 # Scalars are not specialised on their values (a new kernel for each that 16 divides): what may be
 # assumed of offsets is a compile-time argument of its own.
 _SCALARS = ["num_raw", "numel", "num_rows", "row_bytes", "payload_bytes"]
-_SCALARS += ["key_lo", "key_hi", "first_row"]
+_SCALARS += ["key_lo", "key_hi", "first_row", "sender"]
 
 
 @triton.jit(do_not_specialize=_SCALARS)
@@ -54,6 +54,7 @@ def encode_kernel(
     key_lo,
     key_hi,
     first_row,
+    sender,
     BF16: tl.constexpr,
     VALUE_ALIGNMENT: tl.constexpr,
     CODE_ALIGNMENT: tl.constexpr,
@@ -84,22 +85,23 @@ def encode_kernel(
         segment = tl.load(run + 5).to(tl.uint32)
         thresholds += tl.load(run + 6)
         draw_row = (first_row + row).to(tl.uint32)
+        who = (row * 0 + sender).to(tl.uint32)
         key = key_lo.to(tl.uint32, bitcast=True)
         if count == FORMAT.blocks * FORMAT.quantizer.block_size:
             _encode_run(
-                source, codes, meta, thresholds, count, block, segment, draw_row, key, key_hi,
-                BF16, FORMAT, True,
+                source, codes, meta, thresholds, count, block, segment, draw_row, who,
+                key, key_hi, BF16, FORMAT, True,
             )  # fmt: skip
         else:
             _encode_run(
-                source, codes, meta, thresholds, count, block, segment, draw_row, key, key_hi,
-                BF16, FORMAT, False,
+                source, codes, meta, thresholds, count, block, segment, draw_row, who,
+                key, key_hi, BF16, FORMAT, False,
             )  # fmt: skip
 
 
 @triton.jit
 def _encode_run(
-    source, codes, meta, thresholds, count, block, segment, row, key_lo, key_hi,
+    source, codes, meta, thresholds, count, block, segment, row, sender, key_lo, key_hi,
     BF16: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     BLOCK_SIZE: tl.constexpr = FORMAT.quantizer.block_size
@@ -144,7 +146,7 @@ def _encode_run(
             r = draw_per_value(start, blocks, segment, row, key_lo, key_hi, FORMAT)
             code = (q + r) >> 16
         elif FORMAT.quantizer.rounding == "dither":
-            code = (q + draw_dither(scale, offset, start, blocks, segment, FORMAT)) >> 16
+            code = (q + draw_dither(scale, offset, start, blocks, segment, sender, FORMAT)) >> 16
         elif FORMAT.quantizer.rounding == "shift":
             code = (q + draw[:, None]) >> 16
         else:

@@ -21,7 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from qsdp.kernels.reference import accumulate_by, level_thresholds
+from qsdp.kernels.blocks import level_thresholds
+from qsdp.kernels.reference import accumulate_by
 from qsdp.kernels.triton_decode import decode_kernel, decode_sum_kernel
 from qsdp.kernels.triton_encode import encode_kernel
 from qsdp.kernels.zeros import map_zeros as map_zeros
@@ -68,7 +69,13 @@ class Launch:
 
 
 def encode(
-    values: torch.Tensor, layout: WireLayout, wire: torch.Tensor, *, key: int, first_row: int = 0
+    values: torch.Tensor,
+    layout: WireLayout,
+    wire: torch.Tensor,
+    *,
+    key: int,
+    first_row: int = 0,
+    sender: int = 0,
 ) -> None:
     """See :func:`qsdp.kernels.reference.encode`."""
     key_halves = _signed(key), _signed(key >> 32)
@@ -79,21 +86,29 @@ def encode(
                 *(wire, launch.table, launch.thresholds),
                 *(launch.num_raw, layout.numel, layout.row_bytes),
                 layout.payload_bytes if index == 0 else layout.row_bytes,
-                *(*key_halves, first_row),
+                *(*key_halves, first_row, sender),
                 BF16=values.dtype == torch.bfloat16,
                 **_alignments(launch, layout, value_rows=len(values), wire_rows=len(values)),
                 **_options(launch.format),
             )
 
 
-def decode(wire: torch.Tensor, layout: WireLayout, values: torch.Tensor) -> None:
+def decode(
+    wire: torch.Tensor,
+    layout: WireLayout,
+    values: torch.Tensor,
+    *,
+    first_sender: int = 0,
+    sender_step: int = 1,
+) -> None:
     """See :func:`qsdp.kernels.reference.decode`."""
     with torch.cuda.device_of(wire):
         for launch in launches(layout, wire.device):
             decode_kernel[_decode_grid(launch, len(values))](
                 _words(values),
                 *(wire, launch.table, launch.levels),
-                *(launch.num_raw, layout.numel, layout.row_bytes),
+                *(launch.num_raw, layout.numel, layout.row_bytes, first_sender, sender_step),
+                EXACT=values.dtype == layout.dtype,
                 **_dtypes(layout, values),
                 **_alignments(launch, layout, value_rows=len(values), wire_rows=len(values)),
                 **_options(launch.decode_format),

@@ -55,14 +55,14 @@ def draw_per_value(start, block, segment, row, k0, k1, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def draw_dither(scale, offset, start, block, segment, FORMAT: tl.constexpr):
-    """The draw that encoder and decoder share: its key is what the wire holds of a block.
+def draw_dither(scale, offset, start, block, segment, sender, FORMAT: tl.constexpr):
+    """The draw that encoder and decoder share: from what the wire holds of a block, and its sender.
 
     ``scale`` and ``offset`` are (blocks,) float32, exactly as stored: with a huge block's mark.
     """
     k0 = scale.to(tl.uint32, bitcast=True)
     k1 = tl.zeros_like(k0) if FORMAT.symmetric else offset.to(tl.uint32, bitcast=True)
-    return draw_per_value(start, block, segment, 0, k0, k1, FORMAT)
+    return draw_per_value(start, block, segment, sender, k0, k1, FORMAT)
 
 
 @triton.jit

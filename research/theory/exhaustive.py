@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from qsdp.kernels.reference import (
+from qsdp.kernels.blocks import (
     FRACTION,
     block_grid,
     dequantize_blocks,

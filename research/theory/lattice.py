@@ -1,6 +1,6 @@
 """Rounding to the unbounded lattice of an absolute step: what the paper's theory quantizes with.
 
-The rule and the random bits are those of blocks (:mod:`qsdp.kernels.reference`), without extremes
+The rule and the random bits are those of blocks (:mod:`qsdp.kernels.blocks`), without extremes
 and without codes that must fit in a byte.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from qsdp.kernels.blocks import FRACTION, round_positions, shift_of
 from qsdp.kernels.philox import MASK32, random16_per_block, random16_per_value
-from qsdp.kernels.reference import FRACTION, round_positions, shift_of
 
 
 def round_to_lattice(

@@ -33,7 +33,8 @@ void accumulate_values(const AccumulateJob& job, int64_t begin, int64_t end) {
   const bool plain = job.dtype == FLOAT32;
   for (int64_t at = begin; at < end; at += STAGE) {
     const int64_t to = minimum(at + STAGE, end);
-    decode({&layout, job.before, kept.get(), 1, 1.0f, 1.0f, job.dtype, false, plain, at}, at, to);
+    decode({&layout, job.before, kept.get(), 1, 1.0f, 1.0f, job.dtype, false, plain, 0, 1, at}, at,
+           to);
     for_blocks(layout, at, to, [&](int64_t row, int64_t index, int64_t first, int64_t last) {
       const Span& span = layout.spans[index];
       if (!span.bits) return;
@@ -42,8 +43,8 @@ void accumulate_values(const AccumulateJob& job, int64_t begin, int64_t end) {
       const int64_t value = row * layout.numel + span.value_offset + from;
       add_finite<T>(kept.get() + (value - at) * T::SIZE, n, job.values + value * T::SIZE);
     });
-    encode({&layout, job.values, job.wire, 0, 0, job.dtype}, at, to);
-    decode({&layout, job.wire, job.values, 1, 1.0f, 1.0f, job.dtype, false, plain}, at, to);
+    encode({&layout, job.values, job.wire, 0, 0, job.dtype, 0}, at, to);
+    decode({&layout, job.wire, job.values, 1, 1.0f, 1.0f, job.dtype, false, plain, 0, 1}, at, to);
   }
 }
 

@@ -85,6 +85,7 @@ struct Tile {
   const Planes& planes;
   uint32_t block, segment;
   int64_t at, n;
+  uint32_t sender = 0;  // of the row
 };
 
 // A part of a block of one row to `to`; nobody cares what comes behind it up to a whole chunk.
@@ -113,7 +114,8 @@ INLINE void decode_part(const Tile& part, const Meta& meta, const uint8_t* packe
     });
   } else if (span.rounding == DITHER) {
     BlockStream stream;
-    if (!drawn) start_dither(stream, span, part.block, part.segment, meta.scale, meta.offset);
+    if (!drawn)
+      start_dither(stream, span, part.block, part.segment, part.sender, meta.scale, meta.offset);
     alignas(64) int32_t r[REFILL];
     chunks([&](const uint8_t* codes, int64_t i, int64_t rotated) {
       if (!drawn && i % REFILL == 0) random16_per_value(part.at + i, part.n - i, stream, r);
@@ -146,12 +148,13 @@ INLINE void decode_tile(const Tile& tile, const uint8_t* wire_meta, const uint8_
       for (int64_t i = 0; i < 2; i++) {
         const int64_t which = minimum(k + i, count - 1);
         const Meta own(span, wire_meta + which * meta_size);
-        start_dither(streams[i], span, tile.block + uint32_t(which), tile.segment, own.scale,
-                     own.offset);
+        start_dither(streams[i], span, tile.block + uint32_t(which), tile.segment, tile.sender,
+                     own.scale, own.offset);
       }
       random16_of_two(streams[0], streams[1], r);
     }
-    const Tile part = {span, tile.planes, tile.block + uint32_t(k), tile.segment, 0, size};
+    const Tile part = {span, tile.planes, tile.block + uint32_t(k), tile.segment, 0, size,
+                       tile.sender};
     decode_part(part, meta, packed + k * tile.planes.bytes,
                 in_pairs ? r + k % 2 * CHUNK : nullptr, sink, rotate, to + 4 * k * size);
   }
@@ -197,18 +200,31 @@ INLINE void stream_tile(const float* sum, int64_t n, char* out) {
   write_tile<Float32>(sum + i, n - i, out + i * 4);
 }
 
-INLINE void finish_tile(const DecodeJob& job, float* sum, int64_t n, char* out) {
+// What was finite stays so: its error may have taken it past the largest float16.
+INLINE void limit_to_float16(float* sum, int64_t n) {
+  constexpr float LARGEST = 65504.0f;
+  for (int64_t i = 0; i < n; i += LANES) {
+    const Floats x = load<Floats>(sum + i);
+    const Floats limited = greater(all(-LARGEST), smaller(all(LARGEST), x));
+    store(sum + i, x - x == Floats{} ? limited : x);
+  }
+}
+
+INLINE void finish_tile(const DecodeJob& job, bool quantized, float* sum, int64_t n, char* out) {
   if (job.multiply != 1.0f || job.divide != 1.0f)
     for (int64_t i = 0; i < n; i += LANES)
       store(sum + i, load<Floats>(sum + i) * job.multiply / job.divide);
   if (job.dtype == BFLOAT16) return write_tile<Bfloat16>(sum, n, out);
-  if (job.dtype == FLOAT16) return write_tile<Float16>(sum, n, out);
+  if (job.dtype == FLOAT16) {
+    if (quantized) limit_to_float16(sum, n);
+    return write_tile<Float16>(sum, n, out);
+  }
   if (job.streaming && reinterpret_cast<uintptr_t>(out) % 4 == 0) return stream_tile(sum, n, out);
   write_tile<Float32>(sum, n, out);
 }
 
 // A tile of a segment, for one output; of a full-precision segment too, as block 0.
-INLINE void decode_one(const DecodeJob& job, int64_t output, const Tile& tile, int64_t code_bytes) {
+INLINE void decode_one(const DecodeJob& job, int64_t output, Tile tile, int64_t code_bytes) {
   const Layout& layout = *job.layout;
   const Span& span = tile.span;
   const int64_t value = span.value_offset + tile.block * span.block_size + tile.at;
@@ -216,6 +232,10 @@ INLINE void decode_one(const DecodeJob& job, int64_t output, const Tile& tile, i
   const uint8_t* row = job.wire + output * job.rows_per_output * layout.row_bytes;
   const uint8_t* codes = row + span.data_offset + tile.block * code_bytes;
   const uint8_t* meta = row + span.meta_offset + tile.block * meta_bytes(span);
+  const auto sender = [&](int64_t i) {
+    return job.first_sender + uint32_t(output * job.rows_per_output + i) * job.sender_step;
+  };
+  tile.sender = sender(0);
   const bool aligned = reinterpret_cast<uintptr_t>(out) % 64 == 0;
   if (job.plain && span.bits && tile.n % CHUNK == 0 && (aligned || !job.streaming)) {
     const Sink sink = job.streaming ? Sink::STREAM : Sink::WRITE;
@@ -224,6 +244,7 @@ INLINE void decode_one(const DecodeJob& job, int64_t output, const Tile& tile, i
   alignas(64) float sum[TILE];
   for (int64_t i = 0; i < job.rows_per_output; i++) {
     const int64_t skip = i * layout.row_bytes;
+    tile.sender = sender(i);
     if (span.bits)
       decode_tile(tile, meta + skip, codes + skip, i ? Sink::ADD : Sink::WRITE,
                   span.rotated && i == job.rows_per_output - 1, reinterpret_cast<char*>(sum));
@@ -233,7 +254,7 @@ INLINE void decode_one(const DecodeJob& job, int64_t output, const Tile& tile, i
                      tile.at * item_size(layout.dtype),
                  tile.n, i == 0, sum);
   }
-  finish_tile(job, sum, tile.n, out);
+  finish_tile(job, span.bits, sum, tile.n, out);
 }
 
 void decode(const DecodeJob& job, int64_t begin, int64_t end) {
@@ -243,6 +264,13 @@ void decode(const DecodeJob& job, int64_t begin, int64_t end) {
     const int64_t size = span.block_size;
     const uint32_t segment = uint32_t(index);
     const Planes full(span.bits, size), rest(span.bits, span.numel % size);
+    if (!span.bits && job.exact()) {
+      const int64_t item = item_size(job.dtype);
+      memcpy(job.out + (output * layout.numel + span.value_offset + first - job.first) * item,
+             job.wire + output * layout.row_bytes + span.data_offset + first * item,
+             size_t((last - first) * item));
+      return;
+    }
     if (!span.bits) {
       for (int64_t at = first; at < last; at += TILE)
         decode_one(job, output, {span, full, 0, segment, at, minimum(last - at, TILE)}, 0);

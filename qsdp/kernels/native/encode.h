@@ -172,7 +172,8 @@ INLINE void draft_block(const EncodeJob& job, const Span& span, const Counter& c
   write_meta(span, plan.scale, plan.offset, meta);
   if (span.rounding == STOCHASTIC) draft.stream.start(counter, key);
   if (span.rounding == DITHER)
-    start_dither(draft.stream, span, counter.block, counter.segment, plan.scale, plan.offset);
+    start_dither(draft.stream, span, counter.block, counter.segment, job.sender, plan.scale,
+                 plan.offset);
 }
 
 // Rotates a block and scans it. The last ROTATED values stay in y.

@@ -53,11 +53,12 @@ uint32_t philox_word0(const Counter& at, const PhiloxKey& key) {
   return c0;
 }
 
-// Dither draws from what encoder and decoder both know of a block: the row is not part of it.
+// Dither draws from what encoder and decoder both know of a block: what the wire holds of it, and
+// who sent it, so that equal blocks of several ranks draw differently.
 INLINE void start_dither(BlockStream& stream, const Span& span, uint32_t block, uint32_t segment,
-                         float scale, float offset) {
+                         uint32_t sender, float scale, float offset) {
   const uint32_t sent_offset = span.symmetric ? 0 : bit_cast<uint32_t>(offset);
-  stream.start({block, segment, 0}, {bit_cast<uint32_t>(scale), sent_offset});
+  stream.start({block, segment, sender}, {bit_cast<uint32_t>(scale), sent_offset});
 }
 
 }  // namespace

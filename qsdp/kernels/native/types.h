@@ -45,6 +45,7 @@ struct EncodeJob {
   int64_t first_row;
   uint64_t key;
   int32_t dtype;
+  uint32_t sender;  // of all rows: see start_dither
 };
 
 // Sums of `rows_per_output` rows each: decode has one row an output.
@@ -57,7 +58,13 @@ struct DecodeJob {
   int32_t dtype;
   bool streaming;  // past the caches, where the output is float32
   bool plain;      // the output is float32, nothing is summed, multiplied or divided
+  uint32_t first_sender, sender_step;  // of the rows
   int64_t first = 0;  // flat index of the value that `out` starts with
+
+  // Full-precision segments keep their bits: nothing is computed.
+  bool exact() const {
+    return dtype == layout->dtype && rows_per_output == 1 && multiply == 1.0f && divide == 1.0f;
+  }
 };
 
 // Values, what `before` holds of them added; encoded to `wire`, and what that holds of them.
