@@ -68,7 +68,7 @@ class QSDPConfig:
         default_factory=lambda: Quantizer(rounding="shift")
     )
     gradients: Quantizer | Learned | Feedback | None = field(
-        default_factory=lambda: Quantizer(rounding="stochastic")
+        default_factory=lambda: Quantizer(rounding="stochastic", scaling="symmetric")
     )
     exceptions: Mapping[str, Ways | str | None] | tuple[tuple[str, Ways], ...] = ()
     ranks_per_node: int | None = None
@@ -213,7 +213,8 @@ class QSDPConfig:
     def preset(cls, name: str) -> QSDPConfig:
         """The preset ``w{2..8|32}g{2..8|32}``: bits of weights and gradients, 32 for none.
 
-        From 5 bits on in blocks of 1024: weights rounded by random shift, gradients stochastically.
+        From 5 bits on in blocks of 1024: weights rounded by random shift, gradients stochastically
+        on a grid that holds zero.
         Below, what keeps the loss (docs/quality.md): weights as :class:`Differences`, which cost
         about two bytes of memory a parameter on every rank; gradients dithered after a Hadamard
         transform, in blocks of 128.
@@ -264,7 +265,7 @@ def _preset_gradients(bits: int) -> Quantizer | None:
     if bits == FULL_PRECISION:
         return None
     if bits > _FEW_BITS:
-        return Quantizer(bits, rounding="stochastic")
+        return Quantizer(bits, rounding="stochastic", scaling="symmetric")
     return Quantizer(bits, 128, "dither", scale_dtype="bfloat16", transform="hadamard")
 
 

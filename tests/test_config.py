@@ -27,7 +27,7 @@ def test_every_preset_has_its_bits(weights: int, gradients: int) -> None:
 def test_default_is_w8g8_with_unbiased_rounding() -> None:
     assert QSDPConfig() == QSDPConfig.preset("w8g8")
     assert QSDPConfig().weights == Quantizer(8, 1024, "shift")
-    assert QSDPConfig().gradients == Quantizer(8, 1024, "stochastic")
+    assert QSDPConfig().gradients == Quantizer(8, 1024, "stochastic", scaling="symmetric")
 
 
 @pytest.mark.parametrize("name", ("w9g8", "w1g8", "w8", "8", "", "W8G8", "w8g8 ", "w16g16", None))

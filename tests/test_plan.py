@@ -46,25 +46,34 @@ def step(
 
 
 def row_bytes(
-    num_ranks: int, vectors: list[int], matrices: list[tuple[int, int, Quantizer | None]]
+    num_ranks: int,
+    vectors: list[int],
+    matrices: list[tuple[int, int, Quantizer | None]],
+    zeros: bool,
 ) -> int:
-    """Bytes of a rank's row: vectors are raw, matrices have rows, columns and a quantizer."""
+    """Bytes of a rank's row: vectors are raw, matrices have rows, columns and a quantizer.
+
+    With ``zeros``, of gradients, which carry maps of zeros where a format has no code for them.
+    """
     segments = [Segment(-(-size // num_ranks)) for size in vectors]
     segments += [Segment(-(-rows // num_ranks) * columns, q) for rows, columns, q in matrices]
-    return wire_layout(tuple(segments), torch.float32).row_bytes
+    return wire_layout(tuple(segments), torch.float32, zeros=zeros).row_bytes
 
 
-def block_bytes(num_ranks: int, quantizer: Quantizer | None) -> int:
+def block_bytes(num_ranks: int, quantizer: Quantizer | None, zeros: bool = False) -> int:
     """Of one block of the model, written down by hand."""
     d, vectors = WIDTH, [1, 1, 3, 1, 1, 1, 4, 1]
     shapes = ((d, 3 * d), (d, d), (d, 4 * d), (4 * d, d))
-    return row_bytes(num_ranks, [n * d for n in vectors], [(*s, quantizer) for s in shapes])
+    matrices = [(*s, quantizer) for s in shapes]
+    return row_bytes(num_ranks, [n * d for n in vectors], matrices, zeros)
 
 
-def root_bytes(num_ranks: int, embedding: Quantizer | None, positions: Quantizer | None) -> int:
+def root_bytes(
+    num_ranks: int, embedding: Quantizer | None, positions: Quantizer | None, zeros: bool = False
+) -> int:
     """Of the embeddings and the last norm."""
     matrices = [(VOCAB, WIDTH, embedding), (SEQUENCE, WIDTH, positions)]
-    return row_bytes(num_ranks, [WIDTH, WIDTH], matrices)
+    return row_bytes(num_ranks, [WIDTH, WIDTH], matrices, zeros)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 5, 8])
@@ -72,8 +81,10 @@ def root_bytes(num_ranks: int, embedding: Quantizer | None, positions: Quantizer
 def test_bytes_are_the_wires(num_ranks: int, quantizer: Quantizer) -> None:
     """Blocks are gathered twice and reduced once, the root once each."""
     found = step(QSDPConfig(quantizer, quantizer), num_ranks)
-    rows = 2 * root_bytes(num_ranks, quantizer, quantizer)
-    rows += 3 * LAYERS * block_bytes(num_ranks, quantizer)
+    rows = root_bytes(num_ranks, quantizer, quantizer)
+    rows += root_bytes(num_ranks, quantizer, quantizer, zeros=True)
+    rows += 2 * LAYERS * block_bytes(num_ranks, quantizer)
+    rows += LAYERS * block_bytes(num_ranks, quantizer, zeros=True)
     assert found.between_nodes == (num_ranks - 1) * rows
     checked = step(QSDPConfig(quantizer, quantizer, verify=True), num_ranks)
     assert checked.between_nodes - found.between_nodes == (num_ranks - 1) * 8 * (2 + 3 * LAYERS)
@@ -124,9 +135,11 @@ def test_an_exception_changes_the_bytes_by_its_layout(base: str) -> None:
     """Of the embedding, which is tied to the head, in the root unit, which is gathered once."""
     config, other, num_ranks = QSDPConfig.preset(base), QSDPConfig.preset("w6g4"), 4
     changed = 0
-    for ours, others in ((config.weights, other.weights), (config.gradients, other.gradients)):
+    pairs = ((config.weights, other.weights), (config.gradients, other.gradients))
+    for zeros, (ours, others) in enumerate(pairs):
         plain, excepted = quantizer_of(ours), quantizer_of(others)
-        changed += root_bytes(num_ranks, excepted, plain) - root_bytes(num_ranks, plain, plain)
+        changed += root_bytes(num_ranks, excepted, plain, bool(zeros))
+        changed -= root_bytes(num_ranks, plain, plain, bool(zeros))
     assert changed != 0
     before = step(config, num_ranks).between_nodes
     for pattern in ("*.wte.*", "lm_head.*"):
@@ -136,9 +149,11 @@ def test_an_exception_changes_the_bytes_by_its_layout(base: str) -> None:
 
 def test_two_levels_send_each_row_once_out_of_a_node() -> None:
     """Three nodes of four ranks: reductions shrink to a quarter, gathers are rings if flat."""
-    quantizer = Quantizer(8)
-    root, block = root_bytes(12, quantizer, quantizer), block_bytes(12, quantizer)
-    gathered, reduced = root + 2 * LAYERS * block, root + LAYERS * block
+    config = QSDPConfig()
+    weights, gradients = quantizer_of(config.weights), quantizer_of(config.gradients)
+    gathered = root_bytes(12, weights, weights) + 2 * LAYERS * block_bytes(12, weights)
+    reduced = root_bytes(12, gradients, gradients, zeros=True)
+    reduced += LAYERS * block_bytes(12, gradients, zeros=True)
     flat = step(parse_variant("w8g8-flat"), 3, 4).between_nodes
     assert flat == 11 * gathered + 4 * 8 * reduced
     two_level = step(parse_variant("w8g8"), 3, 4).between_nodes
@@ -155,8 +170,8 @@ def test_bytes_inside_a_node_take_its_link() -> None:
     own, eight = (
         step(replace(config, inside_node=inside), 2, 4).network_s for inside in (None, quantizer)
     )
-    saved = root_bytes(8, None, None) - root_bytes(8, quantizer, quantizer)
-    saved += LAYERS * (block_bytes(8, None) - block_bytes(8, quantizer))
+    saved = root_bytes(8, None, None) - root_bytes(8, quantizer, quantizer, zeros=True)
+    saved += LAYERS * (block_bytes(8, None) - block_bytes(8, quantizer, zeros=True))
     assert (own - eight) / 8e-9 * RATE == pytest.approx(3 * 2 * saved)
 
 

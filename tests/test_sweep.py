@@ -17,6 +17,7 @@ from qsdp.cli import main
 from qsdp.sweep import command
 from qsdp.sweep.spec import read_sweep
 from qsdp.sweep.table import summarise
+from qsdp.trainer.checkpoint import DESCRIPTION, FORMAT, Description
 
 SPEC = {
     "train": {"steps": 3, "compile": False, "data": ["a.txt", "b.txt"]},
@@ -30,16 +31,38 @@ SPEC = {
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> Path:
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("to be")
     path = tmp_path / "sweep-spec.json"
     path.write_text(json.dumps(SPEC))
     return path
 
 
 def finish(folder: Path, loss: float, ratio: float = 8.0) -> None:
-    folder.mkdir(parents=True)
+    """What a run of the sweep leaves."""
+    begin(folder)
     result = {"valid_loss_decoded": loss, "valid_loss_master": loss + 0.1, "ratio": ratio}
     (folder / "result.json").write_text(json.dumps(result | {"steps": 3}))
+
+
+def begin(folder: Path) -> None:
+    """What it has when it begins: its configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep = read_sweep(Path("sweep-spec.json"))
+    (case,) = [case for case in sweep.cases if case.name == folder.parent.name]
+    config = sweep.config(case, int(folder.name.removeprefix("seed-")), folder)
+    (folder / "config.json").write_text(json.dumps(config.to_json()))
+
+
+def save(folder: Path) -> None:
+    """A checkpoint, as far as it is looked at before a run goes on."""
+    path = folder / "checkpoints" / "step-00000002"
+    path.mkdir(parents=True)
+    described = {"format": 3, "step": 2, "elapsed_s": 1.0, "config": {}, "parameters": {}}
+    described |= {"tokenizer": "", "data_states": [], "num_ranks": 1, "files": {}}
+    (path / "checkpoint.json").write_text(json.dumps(described))
 
 
 def test_runs_what_is_missing(
@@ -54,16 +77,16 @@ def test_runs_what_is_missing(
         seen.append((folder.parent.name, flags["--seed"], arguments))
         if len(seen) == 3:
             return SimpleNamespace(returncode=1)
-        finish(folder, 2.0) if not folder.exists() else (folder / "result.json").write_text(
-            json.dumps(
-                {"valid_loss_decoded": 2.1, "valid_loss_master": 2.0, "ratio": 4.0, "steps": 5}
-            )
-        )
+        finish(folder, 2.0)
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", fake_run)
     finish(out / "w32g32" / "seed-1", 1.9, ratio=1.0)
-    (out / "once" / "seed-2" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    checkpoint = out / "once" / "seed-2" / "checkpoints" / "step-00000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint.parent.parent / "config.json").write_text("{}")
+    described = Description(2, 1.0, {}, {}, "", [], 2)._asdict() | {"format": FORMAT, "files": {}}
+    (checkpoint / DESCRIPTION).write_text(json.dumps(described))
     assert main(["sweep", str(spec), "--out", str(out)]) == 1
     assert [run[:2] for run in seen] == [("four", "1"), ("w32g32", "2"), ("four", "2")]
     assert "the same command goes on" in capfd.readouterr().err
@@ -71,7 +94,9 @@ def test_runs_what_is_missing(
     assert [run[:2] for run in seen[3:]] == [("four", "2"), ("once", "2")]
     four, once = seen[0][2], seen[-1][2]
     assert json.loads((out / "four" / "four.json").read_text()) == {"preset": "w4g4"}
-    assert four[four.index("--data") + 1 : four.index("--data") + 3] == ["a.txt", "b.txt"]
+    assert four[four.index("--data") + 1 : four.index("--data") + 3] == [
+        str(tmp_path / name) for name in ("a.txt", "b.txt")
+    ]
     assert "--no-compile" in four and "--overwrite" in four and "--resume" not in four
     assert once[once.index("--steps") + 1] == "5" and "--resume" in once
     printed = capfd.readouterr().out
@@ -138,10 +163,10 @@ def test_changes_are_paired_by_seed(spec: Path) -> None:
     ("content", "message"),
     [
         ("{", "holds no JSON"),
-        ('{"seeds": [1]}', "must hold an object with cases, seeds, train"),
-        ('{"train": {}, "seeds": [], "cases": {"a": "w4g4"}}', "at least one case, and seeds"),
+        ('{"seeds": [1]}', "train"),
+        ('{"train": {}, "seeds": [], "cases": {"a": "w4g4"}}', "seeds must be a list"),
         ('{"train": {}, "seeds": [1], "cases": {"a/b": "w4g4"}}', "without '/'"),
-        ('{"train": {}, "seeds": [1], "cases": {"a": {"bits": 4}}}', "an object with comm"),
+        ('{"train": {}, "seeds": [1], "cases": {"a": {"bits": 4}}}', "unknown field 'bits'"),
         (
             '{"train": {}, "seeds": [1], "cases": {"a": {"comm": "w4g4", "against": "b"}}}',
             "must be another case",
@@ -176,3 +201,41 @@ def test_unknown_case_and_nothing_to_report(
     assert main(["sweep", str(spec), "--out", str(tmp_path), "--report"]) == 1
     assert "no finished run" in capsys.readouterr().err
     assert command.run_folder(tmp_path, read_sweep(spec).cases[0], 3).name == "seed-3"
+
+
+def test_a_changed_file_does_not_show_old_results(
+    spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that was run with other settings is named, with what differs."""
+    out = tmp_path / "out"
+    finish(out / "w32g32" / "seed-1", 1.9)
+    (out / "w32g32" / "seed-1" / "config.json").write_text(json.dumps({"steps": 4}))
+    assert main(["sweep", str(spec), "--out", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert "was run with --steps 4" in error and "says 3 now" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"train": {}, "seeds": 3, "cases": {"a": "w4g4"}}',
+        '{"train": {}, "seeds": "12", "cases": {"a": "w4g4"}}',
+        '{"train": {}, "seeds": [1, 1], "cases": {"a": "w4g4"}}',
+        '{"train": {}, "seeds": [1], "cases": ["a"]}',
+        '{"train": null, "seeds": [1], "cases": {"a": "w4g4"}}',
+        '{"train": [], "seeds": [1], "cases": {"a": "w4g4"}}',
+        '{"train": {}, "seeds": [1], "cases": {"a": {"comm": 8}}}',
+        '{"train": {"stepz": 3}, "seeds": [1], "cases": {"a": "w4g4"}}',
+        '{"train": {}, "seeds": [1], "cases": {"a": {"comm": "w4g4", "seeds": 2}}}',
+        '{"train": {}, "seeds": [1], "cases": {"a": "w9g9"}}',
+        b"\xff\xfe{}",
+    ],
+)
+def test_wrong_types_are_one_line(
+    content: str | bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "spec.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main(["sweep", str(path), "--out", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert str(path) in error and error.count("\n") == 1

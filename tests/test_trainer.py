@@ -132,7 +132,7 @@ def test_a_run_is_not_overwritten_by_accident(tmp_path, capsys):
 
 def test_unknown_command_and_help(capsys):
     assert main(["trian"]) == 2
-    assert "no command 'trian'; there are train" in capsys.readouterr().err
+    assert "no command 'trian'; did you mean train?" in capsys.readouterr().err
     assert main(["--help"]) == 0
     assert "report" in capsys.readouterr().out
 

@@ -20,7 +20,7 @@ from qsdp.tune.allocate import (
     within_budget,
     within_harm,
 )
-from qsdp.tune.command import _base, _config, _follows
+from qsdp.tune.choose import _base, _config, _follows
 from qsdp.tune.measure import relative_error
 
 

@@ -26,7 +26,7 @@ def require_packages(*names: str) -> None:
 
 def lacks(packages: str) -> str:
     """What to install where these packages are missing."""
-    return f"{packages} not installed, and needed here: pip install 'qsdp[train]'"
+    return f"this needs {packages}, not installed here: pip install 'qsdp[train]'"
 
 
 def missing_package(error: ModuleNotFoundError) -> str | None:

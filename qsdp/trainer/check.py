@@ -5,6 +5,8 @@ from __future__ import annotations
 from qsdp.trainer.checkpoint import find_checkpoint, read_description
 from qsdp.trainer.comm import comm_config
 from qsdp.trainer.config import TrainConfig
+from qsdp.trainer.lock import refuse_held
+from qsdp.trainer.metrics import RESULT
 from qsdp.trainer.text import check_files
 
 
@@ -24,8 +26,18 @@ def check(config: TrainConfig, num_ranks: int) -> None:
     if config.dataset and not (config.tokenizer or config.model):
         raise ValueError("--dataset needs --tokenizer PATH (or a --model that has one)")
     folder = config.run_folder
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"--folder: {folder} is a file")
+    refuse_held(folder)
     if config.resume:
-        read_description(find_checkpoint(config.resume, folder / "checkpoints"))
+        path = find_checkpoint(config.resume, folder / "checkpoints")
+        step = read_description(path).step
+        # At the last step without a result: what comes after training failed, and is done again.
+        if step > config.steps or (step == config.steps and (folder / RESULT).is_file()):
+            raise ValueError(
+                f"{path} is at step {step} and --steps is {config.steps}; raise --steps above "
+                f"{step} to train on"
+            )
     elif not config.overwrite and (folder / "config.json").exists():
         raise ValueError(
             f"{folder} already holds a run; --resume continues it, --overwrite deletes it, "

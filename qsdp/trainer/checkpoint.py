@@ -60,6 +60,18 @@ class Description(NamedTuple):
     num_ranks: int
 
 
+# JSON values of Description's fields.
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "step": int,
+    "elapsed_s": (int, float),
+    "config": dict,
+    "parameters": dict,
+    "tokenizer": str,
+    "data_states": list,
+    "num_ranks": int,
+}
+
+
 def save_checkpoint(
     folder: Path,
     model: nn.Module,
@@ -148,20 +160,28 @@ def find_checkpoint(resume: str, folder: Path) -> Path:
 
 def read_description(path: Path) -> Description:
     """Raises ValueError with the file and the field where checkpoint.json is damaged."""
-    file = path / DESCRIPTION
+    return Description(**{name: value for name, value in _content(path).items() if name in _KINDS})
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """All of checkpoint.json, the files' checksums included."""
+    file, hint = path / DESCRIPTION, "resume from another checkpoint"
     try:
         content = json.loads(file.read_text())
-        if content["format"] != FORMAT:
-            raise ValueError(
-                f"{file}: format is {content['format']!r}, this version of qsdp reads {FORMAT}"
-            )
-        return Description(**{name: content[name] for name in Description._fields})
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is damaged: {error}; resume from another checkpoint") from error
-    except (KeyError, TypeError) as error:
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}; {hint}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is damaged: it holds no JSON object; {hint}")
+    if content.get("format", FORMAT) != FORMAT:
         raise ValueError(
-            f"{file} is damaged: it lacks the field {error}; resume from another checkpoint"
-        ) from error
+            f"{file}: format is {content['format']!r}, this version of qsdp reads {FORMAT}"
+        )
+    for name, kind in {"format": int, **_KINDS, "files": dict}.items():
+        if name not in content:
+            raise ValueError(f"{file} is damaged: it lacks the field {name!r}; {hint}")
+        if not isinstance(content[name], kind):
+            raise ValueError(f"{file} is damaged: {name} is {content[name]!r}; {hint}")
+    return content
 
 
 def load_checkpoint(
@@ -179,7 +199,7 @@ def load_checkpoint(
     """
     description = together(lambda: read_description(path))
     together(lambda: _check_same_model(path, description, parameters, tokenizer))
-    together(lambda: _verify_files(path))
+    together(lambda: _verify_files(path, dist.get_rank(), dist.get_world_size()))
     tensors = _tensors(model, optimizer)
     together(lambda: _read_tensors(path, tensors))
     model_state = {
@@ -194,6 +214,19 @@ def load_checkpoint(
             optimizer_state[name] = tensors["optimizer." + name]
     set_optimizer_state_dict(model, optimizer, optimizer_state, options=_OPTIONS)
     return description
+
+
+def load_weights(path: Path, model: nn.Module, tokenizer: str) -> None:
+    """Fill a whole model, in this process alone, with a checkpoint's full-precision weights.
+
+    Raises:
+        OSError, ValueError: the checkpoint is damaged, or of another model or tokenizer.
+    """
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    _check_same_model(path, read_description(path), shapes, tokenizer)
+    _verify_files(path)
+    named = model.named_parameters()
+    _read_tensors(path, {"model." + name: parameter.data for name, parameter in named}, alone=True)
 
 
 def load_comm(
@@ -220,9 +253,9 @@ def _comm_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"comm." + name: value for name, value in state.items()}
 
 
-def _read_tensors(path: Path, tensors: dict[str, Any]) -> None:
+def _read_tensors(path: Path, tensors: dict[str, Any], *, alone: bool = False) -> None:
     try:
-        load(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=alone)
     except CheckpointException as failed:
         rank, (error, _) = min(failed.failures.items())
         raise OSError(
@@ -257,10 +290,11 @@ def _checksums(folder: Path) -> dict[str, Any]:
     return {name: value for part in all_gather_json(mine) for name, value in part.items()}
 
 
-def _verify_files(path: Path) -> None:
-    """Raises ValueError on a file that is missing or is not as it was written."""
-    expected = json.loads((path / DESCRIPTION).read_text()).get("files", {})
-    for name, entry in sorted(expected.items())[dist.get_rank() :: dist.get_world_size()]:
+def _verify_files(path: Path, rank: int = 0, num_ranks: int = 1) -> None:
+    """Raises ValueError on a file that is missing or is not as it was written; the ranks share
+    the work."""
+    expected = _content(path)["files"]
+    for name, entry in sorted(expected.items())[rank::num_ranks]:
         file = path / name
         hint = "resume from another checkpoint"
         if not file.is_file():

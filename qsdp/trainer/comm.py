@@ -9,7 +9,11 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 import qsdp
+from qsdp.trainer.arguments import did_you_mean
 from qsdp.trainer.config import TrainConfig
+
+_BITS = (*range(2, 9), 32)
+PRESETS = [f"w{weights}g{gradients}" for weights in _BITS for gradients in _BITS]
 
 
 def comm_config(config: TrainConfig) -> qsdp.QSDPConfig:
@@ -19,7 +23,10 @@ def comm_config(config: TrainConfig) -> qsdp.QSDPConfig:
         ValueError: no such preset, or a field that QSDPConfig refuses.
     """
     if not config.comm.startswith("{"):
-        comm = qsdp.QSDPConfig.preset(config.comm)
+        try:
+            comm = qsdp.QSDPConfig.preset(config.comm)
+        except ValueError as error:
+            raise ValueError(f"--comm: {error}{did_you_mean(config.comm, PRESETS)}") from error
     else:
         content = json.loads(config.comm)
         try:
@@ -48,7 +55,10 @@ def quantize_communication(model: nn.Module, config: TrainConfig) -> None:
                 f"--keep-full-precision: {pattern!r} matches no parameter; the model has "
                 f"{len(names)}, such as {', '.join(names[:3])}"
             )
-    qsdp.apply_qsdp(model, comm_config(config))
+    try:
+        qsdp.apply_qsdp(model, comm_config(config))
+    except ValueError as error:
+        raise ValueError(f"--comm {config.comm_name}: {error}") from error
     qsdp.observe_comms(model)
 
 

@@ -15,16 +15,18 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-import tyro
-
+from qsdp.trainer.arguments import TRAIN_PACKAGES, require_packages
 from qsdp.trainer.config import LATEST, PRESETS, TrainConfig, embedded_comm
 
 
 def run(argv: list[str]) -> int:
     """Exit status of `qsdp train argv`. Raises ValueError and OSError on bad use."""
+    require_packages(*TRAIN_PACKAGES)
+    config = parse(argv)
+    if config.dataset:
+        require_packages("datasets")
     from qsdp.trainer.ranks import SharedError, started_by_launcher
 
-    config = parse(argv)
     if not started_by_launcher():
         from qsdp.trainer.check import check
         from qsdp.trainer.launch import launch
@@ -64,6 +66,8 @@ def _end_rank(message: str | None) -> NoReturn:
 
 def parse(argv: list[str]) -> TrainConfig:
     """Flags over the preset that they name, or with --resume over the run's own configuration."""
+    import tyro
+
     argv = _with_resume_value(argv)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="tiny")
@@ -79,8 +83,16 @@ def parse(argv: list[str]) -> TrainConfig:
 
 
 def read_config(run_folder: Path) -> TrainConfig:
-    """The configuration that a run wrote. Raises ValueError where it cannot be read."""
+    """The configuration that a run wrote.
+
+    Raises:
+        OSError, ValueError: the folder holds no run, or a damaged one.
+    """
     path = run_folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{run_folder} is no run folder of qsdp train: it has no config.json"
+        )
     try:
         return TrainConfig.from_json(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:

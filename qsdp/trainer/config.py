@@ -11,29 +11,57 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from qsdp.trainer.arguments import did_you_mean
 
 PresetName = Literal["tiny", "gpt2-125m", "gpt2-350m", "gpt2-1.3b"]
 LATEST = "latest"
 
 
-def embedded_comm(comm: str) -> str:
+def embedded_comm(comm: str, flag: str = "--comm") -> str:
     """The content of the file that ``comm`` names, with the file's name; a preset as it is.
 
     A run keeps what the file held when it started.
 
+    Args:
+        flag: that ``comm`` was given to.
+
     Raises:
-        OSError, ValueError: the file cannot be read, or holds no JSON object.
+        OSError, ValueError: the file cannot be read, or holds no JSON object; with the flag.
     """
-    if not comm.endswith(".json"):
+    if comm.startswith("{"):
+        if not isinstance(_json(comm, f"{flag}: {comm}"), dict):
+            raise ValueError(f"{flag} must be a preset or a .json file, got {comm}")
         return comm
+    path = Path(comm)
+    if path.suffix != ".json":
+        if path.is_file():
+            raise ValueError(f"{flag}: the name of a file must end with .json, got {comm}")
+        return comm
+    if not path.is_file():
+        raise FileNotFoundError(f"{flag}: there is no file {comm}")
     try:
-        content = json.loads(Path(comm).read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--comm: {comm} holds no JSON: {error}") from error
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag}: {comm} is not UTF-8 text: {error}") from error
+    content = _json(text, f"{flag}: {comm}")
     if not isinstance(content, dict):
-        raise ValueError(f"--comm: {comm} must hold a JSON object of QSDPConfig's fields")
-    return json.dumps({"name": Path(comm).stem, **content})
+        raise ValueError(f"{flag}: {comm} must hold a JSON object of QSDPConfig's fields")
+    return json.dumps({"name": path.stem, **content})
+
+
+def _json(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} holds no JSON: {error}") from error
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +176,7 @@ class TrainConfig:
     final_eval_windows: int = 512
     """The same for the validation at the end."""
     checkpoint_every: int = 100
-    """Steps between two checkpoints; 0 saves when interrupted only."""
+    """Steps between two checkpoints; 0 saves at the end and when interrupted only."""
     keep_checkpoints: int = 2
     """How many checkpoints stay in the run folder."""
     export: Literal["best", "decoded", "master", "none"] = "best"
@@ -184,8 +212,7 @@ class TrainConfig:
 
     def _require(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} must be {allowed}, got {getattr(self, name)}")
+            raise ValueError(f"{flag_of(name)} must be {allowed}, got {getattr(self, name)}")
 
     @property
     def run_folder(self) -> Path:
@@ -220,22 +247,47 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainConfig:
-        """Raises ValueError on a name that is no field."""
-        unknown = sorted(set(values) - {field.name for field in dataclasses.fields(cls)})
-        if unknown:
-            raise ValueError(f"unknown field {unknown[0]!r}: it is no option of qsdp train")
-        paths = {"folder", "model", "valid", "tokenizer"}
-        path_tuples = {"data", "dataset_files"}
-        typed: dict[str, Any] = {}
-        for name, value in values.items():
-            if name in paths and value is not None:
-                value = Path(value)
-            elif name in path_tuples:
-                value = tuple(Path(v) for v in value)
-            elif isinstance(value, list):
-                value = tuple(value)
-            typed[name] = value
-        return cls(**typed)
+        """Raises ValueError on a name that is no field, and on a value of another type."""
+        return cls(**typed_fields(values))
+
+
+def typed_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """Fields of :class:`TrainConfig` from JSON values.
+
+    Raises:
+        ValueError: a name that is no field, or a value of another type.
+    """
+    kinds = get_type_hints(TrainConfig)
+    for name in values:
+        if name not in kinds:
+            hint = did_you_mean(name, kinds) or ": it is no option of qsdp train"
+            raise ValueError(f"unknown field {name!r}{hint}")
+    return {name: _typed(name, kinds[name], value) for name, value in values.items()}
+
+
+def _typed(name: str, kind: Any, value: Any) -> Any:
+    options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    if value is None and NoneType in options:
+        return None
+    kind = options[0]
+    if get_origin(kind) is Literal:
+        allowed = f"one of {', '.join(get_args(kind))}"
+        if value in get_args(kind):
+            return value
+    elif get_origin(kind) is tuple:
+        allowed = "a list of texts"
+        if isinstance(value, list) and all(isinstance(each, str) for each in value):
+            return tuple(map(get_args(kind)[0], value))
+    elif kind is Path:
+        allowed = "a text"
+        if isinstance(value, str):
+            return Path(value)
+    else:
+        allowed = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[kind]
+        if type(value) is kind or (kind is float and type(value) is int):
+            return kind(value)
+    null = ", or null" if NoneType in options else ""
+    raise ValueError(f"{flag_of(name)} must be {allowed}{null}, got {json.dumps(value)}")
 
 
 def tiny() -> TrainConfig:

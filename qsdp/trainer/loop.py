@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import shutil
 import signal
 import warnings
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import torch
 from transformers import PreTrainedModel
@@ -31,6 +32,7 @@ from qsdp.trainer.data import Data, prepare_data, vocabulary_digest
 from qsdp.trainer.evaluate import master_validation_loss, validation_loss
 from qsdp.trainer.export import Weights, export_model
 from qsdp.trainer.launch import STOP_FILE
+from qsdp.trainer.lock import hold
 from qsdp.trainer.metrics import METRICS, RESULT, Metrics, read_metrics, step_medians, write_json
 from qsdp.trainer.model import (
     build_model,
@@ -85,7 +87,8 @@ def train(config: TrainConfig) -> None:
     stop = _StopRequest(config.run_folder / STOP_FILE)
     with process_group(config.device, config.timeout) as ranks:
         on_rank_zero(lambda: check(config, ranks.num_ranks))
-        resume = _prepare_folder(config)
+        lock: list[TextIO] = []  # on rank 0, until training ends
+        resume = _prepare_folder(config, lock)
         data = prepare_data(config, ranks)
         model = together(lambda: build_model(config, data.tokenizer))
         parameters = num_parameters(model)
@@ -109,13 +112,17 @@ def train(config: TrainConfig) -> None:
                 metrics.close()
 
 
-def _prepare_folder(config: TrainConfig) -> Path | None:
-    """Make the run folder, empty for a fresh run; returns the checkpoint to resume from."""
+def _prepare_folder(config: TrainConfig, lock: list[TextIO]) -> Path | None:
+    """Make the run folder, empty for a fresh run; returns the checkpoint to resume from.
+
+    Args:
+        lock: gets what keeps other processes out of the folder, on rank 0.
+    """
     folder = config.run_folder
 
     def prepare() -> str | None:
         resume = find_checkpoint(config.resume, folder / "checkpoints") if config.resume else None
-        folder.mkdir(parents=True, exist_ok=True)
+        lock.append(hold(folder))
         if resume is None:
             # By name: --folder may point at a folder that holds more than a run.
             for name in ("checkpoints", "data", "model", "tensorboard"):
@@ -171,10 +178,6 @@ def _resume(
     )
 
     def continue_data() -> None:
-        if saved.step >= config.steps:
-            raise ValueError(
-                f"{path} is at step {saved.step} already; raise --steps above {config.steps}"
-            )
         states = saved.data_states
         if len(states) == ranks.num_ranks:
             data.batches.load_state(states[ranks.rank])
@@ -237,10 +240,12 @@ def _take_steps(run: Run, progress: Progress, stop: _StopRequest) -> Progress:
             (config.run_folder / STOP_FILE).unlink(missing_ok=True)
             run.say(
                 f"stopped at step {step}, checkpoint saved; continue with: qsdp train "
-                f"--folder {config.run_folder} --resume"
+                f"--folder {shlex.quote(str(config.run_folder))} --resume"
             )
             return progress
-        if config.checkpoint_every and (step % config.checkpoint_every == 0 or last):
+        if last:
+            _save_last(run, progress)
+        elif config.checkpoint_every and step % config.checkpoint_every == 0:
             _save(run, progress)
         if config.eval_every and step % config.eval_every == 0 and not last:
             loss = validation_loss(
@@ -270,6 +275,17 @@ def _save(run: Run, progress: Progress) -> None:
     )
 
 
+def _save_last(run: Run, progress: Progress) -> None:
+    """Save before the last validation and the export, so that they can be done again.
+
+    Where that fails they go on: they are what the run is for, and no step is left to lose.
+    """
+    try:
+        _save(run, progress)
+    except SharedError as error:
+        run.say(f"warning: {error}; going on to the results")
+
+
 def _record_validation(run: Run, progress: Progress, loss: float) -> None:
     if run.metrics is not None:
         run.metrics.validation(
@@ -289,7 +305,6 @@ def _finish(run: Run, end: Progress, parameters: int) -> None:
     decoded = master = validation_loss(*arguments, limit=config.final_eval_windows)
     if quantizes_weights(config):
         master = master_validation_loss(*arguments, limit=config.final_eval_windows)
-    _record_validation(run, end, decoded)
     weights: Weights = "decoded" if config.export == "decoded" else "master"
     if config.export == "best" and decoded < master:
         weights = "decoded"
@@ -310,7 +325,7 @@ def _finish(run: Run, end: Progress, parameters: int) -> None:
     }
     if run.ranks.rank == 0:
         medians = step_medians(read_metrics(config.run_folder / METRICS))
-        ratio = medians["stock_sent"] / medians["sent"] if medians["sent"] else 1.0
+        ratio = medians["stock_sent"] / medians["sent"] if medians.get("sent") else 1.0
         result |= {"median_step": medians, "ratio": ratio}
     if config.export != "none":
         export_model(
@@ -323,6 +338,7 @@ def _finish(run: Run, end: Progress, parameters: int) -> None:
             result=result,
         )
     on_rank_zero(lambda: write_json(config.run_folder / RESULT, result))
+    _record_validation(run, end, decoded)
     run.say(
         f"validation perplexity {math.exp(decoded):.3f} decoded, {math.exp(master):.3f} masters; "
         f"results in {config.run_folder / RESULT}"

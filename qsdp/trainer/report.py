@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 from rich.table import Table
 
+from qsdp.trainer.arguments import require_packages
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.metrics import METRICS, RESULT, format_bytes, read_metrics, step_medians
 from qsdp.trainer.tables import new_table, print_table
@@ -64,6 +65,8 @@ class RunReport(NamedTuple):
 def run(argv: list[str]) -> int:
     """Exit status of `qsdp report argv`. Raises ValueError and OSError on bad use."""
     config = tyro.cli(ReportConfig, prog="qsdp report", args=argv)
+    if not config.json:
+        require_packages("matplotlib")
     reports = read_runs(config.runs)
     if config.json:
         print(json.dumps([summary(report) for report in reports], indent=1))

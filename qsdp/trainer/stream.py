@@ -44,7 +44,7 @@ class StreamBatches:
         self._dataset = split_dataset_by_node(stream, ranks.rank, ranks.num_ranks)
         self._epoch = 0
         self._documents: Iterator[dict[str, Any]] = iter(self._dataset)
-        # The first document already, so that a data set that cannot be used ends a run at its start.
+        # The first document already, so that a run on a data set without text ends at its start.
         self._buffer = self._next_tokens()
 
     def batch(self, step: int, micro_batch: int) -> torch.Tensor:

@@ -1,66 +1,37 @@
-"""`qsdp tune RUN --bits B --out FILE`: choose the width of every parameter; write a --comm file."""
+"""`qsdp tune RUN --bits B --out FILE`: choose the width of every parameter; write a --comm file.
+
+Arguments are read here; what measures and chooses is imported afterwards.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import replace
+import math
 from pathlib import Path
-from typing import Any
 
-import torch
-from rich.table import Table
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load
-from transformers import PreTrainedModel
-
-from qsdp import Differences, Feedback, Learned, QSDPConfig, Quantizer, Ways
-from qsdp.trainer.batches import batch_starts, windows
-from qsdp.trainer.checkpoint import complete_checkpoints
-from qsdp.trainer.command import read_config
-from qsdp.trainer.config import TrainConfig, embedded_comm
-from qsdp.trainer.model import build_model
-from qsdp.trainer.tables import new_table, print_table
-from qsdp.trainer.text import read_text
-from qsdp.trainer.tokenizer import encode_to_file, load_tokenizer, open_tokens, train_tokenizer
-from qsdp.tune.allocate import Item, average_bits, total_harm, within_budget, within_harm
-from qsdp.tune.measure import gradient_items, weight_items
-from qsdp.ways import quantizer_of
+from qsdp.trainer.arguments import require_packages, require_writable
+from qsdp.tune.allocate import WIDTHS
 
 
 def run(argv: list[str]) -> int:
     """Exit status of `qsdp tune argv`. Raises ValueError and OSError on bad use."""
     options = _parser().parse_args(argv)
-    base = _base(options.base)
-    config = read_config(options.run)
-    model = _trained_model(options.run, config)
-    named = dict(model.named_parameters())
-    chosen = {n: p for n, p in named.items() if _follows(base, n, p)}
-    batches = _batches(options.run, config, model, options.batches)
-    widths: dict[str, dict[str, int]] = {}
-    items: dict[str, list[Item]] = {}
-    for direction, measure in (("weights", weight_items), ("gradients", gradient_items)):
-        quantizer = quantizer_of(getattr(base, direction))
-        if quantizer is None:
-            continue
-        items[direction] = measure(model, chosen, quantizer, batches)
-        if options.max_loss is not None and direction == "weights":
-            widths[direction] = within_harm(items[direction], options.max_loss)
-        else:
-            widths[direction] = within_budget(items[direction], options.bits)
-    if not widths or not chosen:
-        raise ValueError("--base quantizes nothing: there is nothing to tune")
-    options.out.write_text(json.dumps(_config(base, widths), indent=1) + "\n")
-    print_table(_table(items, widths))
-    for direction, found in items.items():
-        uniform = {item.name: round(options.bits) for item in found}
-        unit = "nats" if direction == "weights" else "of the gradients"
-        print(
-            f"{direction}: {average_bits(found, widths[direction]):.2f} bits on average; expected "
-            f"harm {total_harm(found, widths[direction]):.4g} {unit}, uniform "
-            f"{round(options.bits)} bits {total_harm(found, uniform):.4g}"
+    narrow, wide = WIDTHS[0], WIDTHS[-1]
+    if not narrow <= options.bits <= wide:
+        raise ValueError(
+            f"--bits must be at least {narrow} and at most {wide}, got {options.bits:g}"
         )
-    print(f"{options.out}: pass it to qsdp train --comm")
+    if options.max_loss is not None and not 0 <= options.max_loss < math.inf:
+        raise ValueError(f"--max-loss must be at least 0, got {options.max_loss:g}")
+    if options.batches < 1:
+        raise ValueError(f"--batches must be at least 1, got {options.batches}")
+    if not options.run.is_dir():
+        raise FileNotFoundError(f"there is no run folder {options.run}")
+    require_packages("transformers", "tokenizers", "safetensors", "numpy", "rich")
+    require_writable("--out", options.out)
+    from qsdp.tune.choose import tune
+
+    tune(options)
     return 0
 
 
@@ -81,105 +52,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--batches", type=int, default=4, help="batches of training text to measure on; default 4")
     add("--out", type=Path, required=True, help="JSON file to write")
     return parser
-
-
-def _base(name: str | None) -> QSDPConfig:
-    if name is None:
-        base = QSDPConfig.preset("w4g4")
-        return replace(base, weights=quantizer_of(base.weights))
-    base = _named_base(name)
-    if isinstance(base.weights, Differences):
-        raise ValueError(
-            f"--base must send weights as values, for it is their error that is measured; {name} "
-            'sends differences: give a JSON file with "weights": {"bits": 4, ...}'
-        )
-    return base
-
-
-def _follows(base: QSDPConfig, name: str, parameter: torch.nn.Parameter) -> bool:
-    """Whether a parameter travels as the base says for all: it is large, and no exception."""
-    ways = base.ways_of((name,), parameter.shape)
-    return (ways["weights"], ways["gradients"]) == (base.weights, base.gradients)
-
-
-def _named_base(name: str) -> QSDPConfig:
-    text = embedded_comm(name)
-    if not text.startswith("{"):
-        return QSDPConfig.preset(text)
-    content = json.loads(text)
-    content.pop("name")
-    return QSDPConfig.from_json(content)
-
-
-def _trained_model(run_folder: Path, config: TrainConfig) -> PreTrainedModel:
-    """The full-precision weights of the run's last checkpoint, on one process."""
-    found = complete_checkpoints(run_folder / "checkpoints")
-    if not found:
-        raise ValueError(f"{run_folder} holds no checkpoint: train with --checkpoint-every")
-    model = build_model(config, load_tokenizer(_tokenizer(run_folder, config)))
-    state: dict[str, Any] = {
-        "model." + name: parameter.data for name, parameter in model.named_parameters()
-    }
-    load(state, storage_reader=HuggingFaceStorageReader(str(found[-1])), no_dist=True)
-    return model
-
-
-def _tokenizer(run_folder: Path, config: TrainConfig) -> Path:
-    if config.dataset:
-        raise ValueError("qsdp tune measures on text files: this run streamed a data set")
-    given = config.tokenizer or config.model
-    return given or train_tokenizer(read_text(config), config.vocab_size, run_folder / "data")
-
-
-def _batches(
-    run_folder: Path, config: TrainConfig, model: PreTrainedModel, count: int
-) -> list[torch.Tensor]:
-    """Batches of the run's own training text, the first of its order."""
-    tokenizer = load_tokenizer(_tokenizer(run_folder, config))
-    path = encode_to_file(read_text(config).train, tokenizer, run_folder / "data")
-    tokens = open_tokens(path)
-    length = config.sequence_length
-    return [
-        windows(
-            tokens,
-            batch_starts(len(tokens), length, config.batch_size, seed=config.seed, step=step),
-            length,
-        )
-        for step in range(1, count + 1)
-    ]
-
-
-def _config(base: QSDPConfig, widths: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """QSDPConfig's fields: the base, and an exception for every parameter that was measured."""
-
-    def way(direction: str, name: str) -> Any:
-        bits = widths.get(direction, {}).get(name)
-        return None if bits is None else _with_bits(getattr(base, direction), bits)
-
-    names = next(iter(widths.values()))
-    ways = {name: Ways(way("weights", name), way("gradients", name)) for name in names}
-    return base.with_exceptions(ways).to_json()
-
-
-def _with_bits(way: Quantizer | Learned | Feedback, bits: int) -> Quantizer | Learned | Feedback:
-    """The same way with another width."""
-    if isinstance(way, Quantizer):
-        return replace(way, bits=bits)
-    return replace(way, quantizer=_with_bits(way.quantizer, bits))  # type: ignore[arg-type]
-
-
-def _table(items: dict[str, list[Item]], widths: dict[str, dict[str, int]]) -> Table:
-    header = ["parameter", "elements"]
-    for direction in items:
-        header += [direction, "at 2 bits"]
-    shown = new_table(
-        "Chosen bits, and what 2 bits would do",
-        "weights: rise of the loss in nats; gradients: part that is lost, of all elements",
-        header,
-    )
-    for place, item in enumerate(next(iter(items.values()))):
-        cells = [f"{item.numel:,}"]
-        for direction, found in items.items():
-            cells += [str(widths[direction][item.name]), f"{found[place].harm[2]:.2g}"]
-        shown.add_row(item.name, *cells)
-    return shown
