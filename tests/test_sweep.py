@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,9 @@ from qsdp.cli import main
 from qsdp.sweep import command
 from qsdp.sweep.spec import read_sweep
 from qsdp.sweep.table import summarise
-from qsdp.trainer.checkpoint import DESCRIPTION, FORMAT, Description
+from qsdp.trainer.checkpoint import FORMAT
+from qsdp.trainer.command import parse
+from qsdp.trainer.lock import hold
 
 SPEC = {
     "train": {"steps": 3, "compile": False, "data": ["a.txt", "b.txt"]},
@@ -60,7 +63,7 @@ def save(folder: Path) -> None:
     """A checkpoint, as far as it is looked at before a run goes on."""
     path = folder / "checkpoints" / "step-00000002"
     path.mkdir(parents=True)
-    described = {"format": 3, "step": 2, "elapsed_s": 1.0, "config": {}, "parameters": {}}
+    described = {"format": FORMAT, "step": 2, "elapsed_s": 1.0, "config": {}, "parameters": {}}
     described |= {"tokenizer": "", "data_states": [], "num_ranks": 1, "files": {}}
     (path / "checkpoint.json").write_text(json.dumps(described))
 
@@ -82,11 +85,8 @@ def test_runs_what_is_missing(
 
     monkeypatch.setattr(subprocess, "run", fake_run)
     finish(out / "w32g32" / "seed-1", 1.9, ratio=1.0)
-    checkpoint = out / "once" / "seed-2" / "checkpoints" / "step-00000002"
-    checkpoint.mkdir(parents=True)
-    (checkpoint.parent.parent / "config.json").write_text("{}")
-    described = Description(2, 1.0, {}, {}, "", [], 2)._asdict() | {"format": FORMAT, "files": {}}
-    (checkpoint / DESCRIPTION).write_text(json.dumps(described))
+    begin(out / "once" / "seed-2")
+    save(out / "once" / "seed-2")
     assert main(["sweep", str(spec), "--out", str(out)]) == 1
     assert [run[:2] for run in seen] == [("four", "1"), ("w32g32", "2"), ("four", "2")]
     assert "the same command goes on" in capfd.readouterr().err
@@ -94,9 +94,7 @@ def test_runs_what_is_missing(
     assert [run[:2] for run in seen[3:]] == [("four", "2"), ("once", "2")]
     four, once = seen[0][2], seen[-1][2]
     assert json.loads((out / "four" / "four.json").read_text()) == {"preset": "w4g4"}
-    assert four[four.index("--data") + 1 : four.index("--data") + 3] == [
-        str(tmp_path / name) for name in ("a.txt", "b.txt")
-    ]
+    assert four[four.index("--data") + 1 : four.index("--data") + 3] == ["a.txt", "b.txt"]
     assert "--no-compile" in four and "--overwrite" in four and "--resume" not in four
     assert once[once.index("--steps") + 1] == "5" and "--resume" in once
     printed = capfd.readouterr().out
@@ -159,28 +157,67 @@ def test_changes_are_paired_by_seed(spec: Path) -> None:
     assert rows["four"]["against_percent"] is None
 
 
+def sweep_text(train: str = "{}", seeds: str = "[1]", cases: str = '{"a": "w4g4"}') -> str:
+    return f'{{"train": {train}, "seeds": {seeds}, "cases": {cases}}}'
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "holds no JSON"),
-        ('{"seeds": [1]}', "train"),
-        ('{"train": {}, "seeds": [], "cases": {"a": "w4g4"}}', "seeds must be a list"),
-        ('{"train": {}, "seeds": [1], "cases": {"a/b": "w4g4"}}', "without '/'"),
-        ('{"train": {}, "seeds": [1], "cases": {"a": {"bits": 4}}}', "unknown field 'bits'"),
-        (
-            '{"train": {}, "seeds": [1], "cases": {"a": {"comm": "w4g4", "against": "b"}}}',
-            "must be another case",
-        ),
+        (b'{"caf\xe9": 1}', "must be UTF-8 text: byte 5"),
+        ("[]", "must be an object, got []"),
+        ('{"seeds": [1]}', "train is missing; needed are train, seeds, cases"),
+        ('{"trian": {}}', "unknown field 'trian'; did you mean train?"),
+        (sweep_text(train="null"), "train must be an object of flags of qsdp train, got null"),
+        (sweep_text(train='["steps"]'), 'train must be an object of flags of qsdp train, got ["s'),
+        (sweep_text(train='{"stepz": 4}'), "train: unknown field 'stepz'; did you mean steps?"),
+        (sweep_text(train='{"steps": "4"}'), '--steps must be an integer, got "4"'),
+        (sweep_text(train='{"steps": true}'), "--steps must be an integer, got true"),
+        (sweep_text(train='{"steps": null}'), "--steps must be an integer, got null"),
+        (sweep_text(train='{"lr": "1e-3"}'), '--lr must be a number, got "1e-3"'),
+        (sweep_text(train='{"compile": 1}'), "--compile must be true or false, got 1"),
+        (sweep_text(train='{"data": [1]}'), "--data must be a list of texts, got [1]"),
+        (sweep_text(train='{"precision": "fp8"}'), "--precision must be one of fp32, bf16, got"),
+        (sweep_text(train='{"micro_batch_size": ""}'), "an integer, or null, got"),
+        (sweep_text(train='{"steps": 0}'), "case 'a': --steps must be at least 1, got 0"),
+        (sweep_text(train='{"seed": 1}'), "train: seed is set by the sweep itself"),
+        (sweep_text(seeds="[]"), "seeds must be a list of different integers, such as [1, 2, 3]"),
+        (sweep_text(seeds="5"), "seeds must be a list of different integers"),
+        (sweep_text(seeds='"12"'), 'such as [1, 2, 3], got "12"'),
+        (sweep_text(seeds="[1, 1]"), "a list of different integers"),
+        (sweep_text(seeds="[true]"), "a list of different integers"),
+        (sweep_text(seeds="[-1]"), "a list of different integers"),
+        (sweep_text(cases='["w8g8"]'), "cases must be an object of at least one case, by name"),
+        (sweep_text(cases="{}"), "cases must be an object of at least one case, by name, got {}"),
+        (sweep_text(cases='{"a/b": "w4g4"}'), "case 'a/b' is to be the name of a folder"),
+        (sweep_text(cases='{"": "w4g4"}'), "case '' is to be the name of a folder"),
+        (sweep_text(cases='{"a": "w4g4", "a": "w8g8"}'), "'a' stands there twice"),
+        (sweep_text(cases='{"a": 8}'), "case 'a' must be a preset or an object with comm, got 8"),
+        (sweep_text(cases='{"a": {"bits": 4}}'), "case 'a': unknown field 'bits'; allowed are"),
+        (sweep_text(cases='{"a": {"seeds": [1]}}'), "case 'a': comm is missing"),
+        (sweep_text(cases='{"a": {"comm": 8}}'), "case 'a': comm must be the name of a preset or"),
+        (sweep_text(cases='{"a": "w9g9"}'), "case 'a': --comm: unknown preset 'w9g9'"),
+        (sweep_text(cases='{"a": {"comm": {"bit": 8}}}'), "case 'a': --comm a: unknown field 'bi"),
+        (sweep_text(cases='{"a": "nothere.json"}'), "--comm: there is no file nothere.json"),
+        (sweep_text(cases='{"a": {"comm": "w4g4", "seeds": 3}}'), "case 'a': seeds must be a list"),
+        (sweep_text(cases='{"a": {"comm": "w4g4", "seeds": "12"}}'), "case 'a': seeds must be a"),
+        (sweep_text(cases='{"a": {"comm": "w4g4", "train": 1}}'), "case 'a': train must be an obj"),
+        (sweep_text(cases='{"a": {"comm": "w4g4", "reference": NaN}}'), "reference must be a numb"),
+        (sweep_text(cases='{"a": {"comm": "w4g4", "against": ["a"]}}'), "against must be the name"),
+        (sweep_text(cases='{"a": {"comm": "w4g4", "against": "b"}}'), "must be another case of"),
     ],
-)
+)  # fmt: skip
 def test_bad_specs_are_one_line(
-    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str | bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "spec.json"
-    path.write_text(content)
-    assert main(["sweep", str(path), "--out", str(tmp_path / "out")]) == 1
+    """With the file, the field, what it holds and what is allowed; nothing is written."""
+    path, out = tmp_path / "spec.json", tmp_path / "out"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main(["sweep", str(path), "--out", str(out)]) == 1
     error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert message in error and str(path) in error and error.count("\n") == 1
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("name", ["paper-grid", "techniques"])
@@ -203,39 +240,102 @@ def test_unknown_case_and_nothing_to_report(
     assert command.run_folder(tmp_path, read_sweep(spec).cases[0], 3).name == "seed-3"
 
 
+@pytest.mark.parametrize("report", [[], ["--report"]])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train": SPEC["train"] | {"steps": 4}}, "--steps 3 and {spec} says 4 now"),
+        ({"train": SPEC["train"] | {"final_eval_windows": 9}}, "--final-eval-windows 512"),
+        ({"train": {"steps": 3, "data": ["a.txt"]}}, "--data ['a.txt', 'b.txt']"),
+        ({"cases": {"w32g32": "w8g8"}}, "--comm w32g32 and {spec} says w8g8 now"),
+        ({"train": SPEC["train"] | {"log_every": 7, "eval_every": 1}}, None),
+    ],
+)
 def test_a_changed_file_does_not_show_old_results(
-    spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    spec: Path, capsys: pytest.CaptureFixture[str], change: dict, message: str | None, report: list
 ) -> None:
     """A folder that was run with other settings is named, with what differs."""
-    out = tmp_path / "out"
-    finish(out / "w32g32" / "seed-1", 1.9)
-    (out / "w32g32" / "seed-1" / "config.json").write_text(json.dumps({"steps": 4}))
-    assert main(["sweep", str(spec), "--out", str(out)]) == 1
+    finish(Path("out") / "w32g32" / "seed-1", 1.9)
+    spec.write_text(json.dumps(SPEC | {"seeds": [1], "cases": {"w32g32": "w32g32"}} | change))
+    arguments = ["sweep", str(spec), "--out", "out", *report]
+    assert main(arguments) == (0 if message is None else 1)
     error = capsys.readouterr().err
-    assert "was run with --steps 4" in error and "says 3 now" in error and error.count("\n") == 1
+    if message is not None:
+        assert "out/w32g32/seed-1 was run with " + message.format(spec=spec) in error
+        assert error.count("\n") == 1
+
+
+def test_a_file_for_comm_that_changed_is_another_case(
+    spec: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its content counts: not its order, nor that a run was cut off before its end."""
+    folder = Path("out") / "four" / "seed-1"
+    fields = {"verify": True, "preset": "w4g4"}
+    for comm in (fields, dict(reversed(fields.items())), fields | {"min_numel": 9}):
+        cases = {"four": {"comm": comm, "seeds": [1]}}
+        spec.write_text(json.dumps(SPEC | {"cases": cases}))
+        if not folder.exists():
+            begin(folder)
+            save(folder)
+        status = main(["sweep", str(spec), "--out", "out", "--report"])
+        error = capsys.readouterr().err
+        assert status == 1 and ("was run with" in error) == ("min_numel" in comm), error
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("name", "content", "message"),
     [
-        '{"train": {}, "seeds": 3, "cases": {"a": "w4g4"}}',
-        '{"train": {}, "seeds": "12", "cases": {"a": "w4g4"}}',
-        '{"train": {}, "seeds": [1, 1], "cases": {"a": "w4g4"}}',
-        '{"train": {}, "seeds": [1], "cases": ["a"]}',
-        '{"train": null, "seeds": [1], "cases": {"a": "w4g4"}}',
-        '{"train": [], "seeds": [1], "cases": {"a": "w4g4"}}',
-        '{"train": {}, "seeds": [1], "cases": {"a": {"comm": 8}}}',
-        '{"train": {"stepz": 3}, "seeds": [1], "cases": {"a": "w4g4"}}',
-        '{"train": {}, "seeds": [1], "cases": {"a": {"comm": "w4g4", "seeds": 2}}}',
-        '{"train": {}, "seeds": [1], "cases": {"a": "w9g9"}}',
-        b"\xff\xfe{}",
+        ("result.json", "{", "result.json is damaged"),
+        ("result.json", '{"ratio": 1}', "result.json is damaged: valid_loss_decoded is None"),
+        ("config.json", None, "config.json is missing beside the results"),
     ],
 )
-def test_wrong_types_are_one_line(
-    content: str | bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_damaged_run_is_named(
+    spec: Path, capsys: pytest.CaptureFixture[str], name: str, content: str | None, message: str
 ) -> None:
-    path = tmp_path / "spec.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert main(["sweep", str(path), "--out", str(tmp_path / "out")]) == 1
+    folder = Path("out") / "four" / "seed-1"
+    finish(folder, 2.0)
+    (folder / name).unlink() if content is None else (folder / name).write_text(content)
+    assert main(["sweep", str(spec), "--out", "out", "--report"]) == 1
     error = capsys.readouterr().err
-    assert str(path) in error and error.count("\n") == 1
+    assert message in error and str(folder) in error and error.count("\n") == 1
+
+
+def test_all_runs_are_checked_before_the_first_starts(
+    spec: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `qsdp train` would refuse in the last case, and a checkpoint that it cannot read."""
+    monkeypatch.setattr(subprocess, "run", None)
+    last = {"comm": "w8g8", "train": {"nproc": 3}}
+    spec.write_text(json.dumps(SPEC | {"cases": {"good": "w32g32", "last": last}}))
+    assert main(["sweep", str(spec), "--out", "out"]) == 1
+    error = capsys.readouterr().err
+    assert "case 'last': --batch-size must be a multiple of" in error and error.count("\n") == 1
+    spec.write_text(json.dumps(SPEC))
+    folder = Path("out") / "once" / "seed-2"
+    begin(folder)
+    save(folder)
+    (folder / "checkpoints" / "step-00000002" / "checkpoint.json").write_text("{")
+    assert main(["sweep", str(spec), "--out", "out"]) == 1
+    assert "checkpoint.json is damaged" in capsys.readouterr().err
+
+
+def test_two_sweeps_do_not_share_a_folder(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with hold(Path("out")):
+        assert main(["sweep", str(spec), "--out", "out"]) == 1
+    assert "out is in use by process" in capsys.readouterr().err
+
+
+def test_a_run_gets_the_settings_that_are_compared(spec: Path) -> None:
+    """What the flags of the command say is what `Sweep.config` says."""
+    train = {
+        "preset": "gpt2-125m", "micro_batch_size": 2, "valid": "b.txt", "data": "a.txt",
+        "sync_every_micro_batch": True, "prefetch": False, "lr": 1, "keep_full_precision": ["*.x"],
+    }  # fmt: skip
+    case = {"comm": {"preset": "w4g4"}, "train": {"steps": 7}}
+    spec.write_text(json.dumps({"train": train, "seeds": [3], "cases": {"four": case}}))
+    sweep = read_sweep(spec)
+    folder = command.run_folder(Path("out"), sweep.cases[0], 3)
+    arguments = command._command(sweep, sweep.cases[0], 3, Path("out"))
+    parsed = replace(parse(arguments[arguments.index("train") + 1 :]), overwrite=False)
+    assert parsed == sweep.config(sweep.cases[0], 3, folder)
