@@ -3,8 +3,10 @@
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -71,8 +73,26 @@ def test_configuration_survives_json():
         data=(Path("a"), Path("b")), keep_full_precision=("*.wte.*",), folder=Path("r"), model=None
     )
     assert TrainConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
-    with pytest.raises(ValueError, match="unknown field 'colour'"):
-        TrainConfig.from_json({"colour": 1})
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"colour": 1}, "unknown field 'colour': it is no option of qsdp train"),
+        ({"stepz": 1}, "unknown field 'stepz'; did you mean steps?"),
+        ({"steps": "12"}, '--steps must be an integer, got "12"'),
+        ({"steps": 1.0}, "--steps must be an integer, got 1.0"),
+        ({"lr": None}, "--lr must be a number, got null"),
+        ({"micro_batch_size": "2"}, '--micro-batch-size must be an integer, or null, got "2"'),
+        ({"export": "all"}, '--export must be one of best, decoded, master, none, got "all"'),
+        ({"data": "a.txt"}, '--data must be a list of texts, got "a.txt"'),
+        ({"folder": 3}, "--folder must be a text, or null, got 3"),
+    ],
+)
+def test_a_field_of_another_type_is_named(field, message):
+    with pytest.raises(ValueError) as error:
+        TrainConfig.from_json(field)
+    assert message in str(error.value)
 
 
 def test_flags_override_the_preset():
@@ -104,7 +124,10 @@ def test_learning_rate_warms_up_and_follows_a_cosine():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--comm", "w9g8"], "w9g8"),
+        (["--comm", "w9g8"], "--comm: unknown preset 'w9g8'"),
+        (["--comm", "w8g88"], "; did you mean w8g8?"),
+        (["--comm", "nothere.json"], "--comm: there is no file nothere.json"),
+        (["--comm", "{"], "--comm: { holds no JSON"),
         (["--nproc", "2", "--ranks-per-node", "3"], "--ranks-per-node must divide the ranks, 2"),
         (["--data", "nowhere.txt"], "--data: there is no file nowhere.txt"),
         (["--nproc", "3"], "--batch-size must be a multiple of"),
@@ -128,6 +151,72 @@ def test_a_run_is_not_overwritten_by_accident(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     assert main(["train", "--folder", str(tmp_path)]) == 1
     assert "already holds a run; --resume continues it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b"[1]", "a.json must hold a JSON object of QSDPConfig's fields"),
+        ("a.json", b"{", "a.json holds no JSON"),
+        ("a.json", b"\xff", "a.json is not UTF-8 text"),
+        ("a.json", b'{"bits": 4}', "--comm a: unknown field 'bits'"),
+        ("a.txt", b"{}", "the name of a file must end with .json, got "),
+    ],
+)
+def test_bad_file_for_comm_names_flag_and_file(tmp_path, capsys, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    flags = ["--comm", str(tmp_path / name), "--folder", str(tmp_path / "run")]
+    assert main(["train", *flags]) == 1
+    error = capsys.readouterr().err
+    assert "--comm" in error and message in error and error.count("\n") == 1
+
+
+def write_description(run, *, step):
+    """Of a checkpoint, what is read before a run goes on."""
+    path = run / "checkpoints" / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    description = checkpoint.Description(step, 1.0, {}, {}, "", [{}], 1)._asdict()
+    content = {"format": checkpoint.FORMAT, **description, "files": {}}
+    (path / "checkpoint.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(("step", "result"), [(261, False), (190, True)])
+def test_nothing_to_train_names_the_step_of_the_checkpoint(tmp_path, capsys, step, result):
+    """Further than --steps; or just there, with the results written, too."""
+    write_description(tmp_path, step=step)
+    (tmp_path / "config.json").write_text("{}")
+    if result:
+        (tmp_path / "result.json").write_text("{}")
+    assert main(["train", "--folder", str(tmp_path), "--steps", "190", "--resume"]) == 1
+    error = capsys.readouterr().err
+    assert f"is at step {step} and --steps is 190; raise --steps above {step}" in error
+
+
+@pytest.mark.parametrize("flags", [[], ["--overwrite"], ["--resume"]])
+def test_two_runs_do_not_share_a_folder(tmp_path, capsys, monkeypatch, flags):
+    """The second is told by whom it is in use, and touches nothing; the lock ends with its
+    holder."""
+    monkeypatch.setattr("qsdp.trainer.launch.launch", lambda *_: 0)
+    write_description(tmp_path, step=1)
+    code = "import sys; from pathlib import Path; from qsdp.trainer.lock import hold\n"
+    code += "held = hold(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert other.stdout.readline() == b"held\n"
+    assert main(["train", "--folder", str(tmp_path), *flags]) == 1
+    error = capsys.readouterr().err
+    here = f"{tmp_path} is in use by process {other.pid} on {socket.gethostname()}"
+    assert here in error and "another --folder" in error and error.count("\n") == 1
+    other.kill()
+    other.communicate()
+    assert main(["train", "--folder", str(tmp_path), *flags]) == 0
+
+
+def test_folder_that_is_a_file(tmp_path, capsys):
+    (tmp_path / "run").write_text("")
+    assert main(["train", "--folder", str(tmp_path / "run")]) == 1
+    assert "--folder: " in capsys.readouterr().err
 
 
 def test_unknown_command_and_help(capsys):
@@ -273,6 +362,13 @@ def _flip(file):
     file.write_bytes(content)
 
 
+def _field(name, value):
+    def write(file):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+
+    return write
+
+
 @pytest.mark.parametrize(
     ("damage", "pattern", "message"),
     [
@@ -282,6 +378,9 @@ def _flip(file):
         (_truncate, "*.json", "checkpoint.json is damaged"),
         (lambda f: f.write_text('{"format": 3}'), "*.json", "it lacks the field 'step'"),
         (lambda f: f.write_text('{"format": 9}'), "*.json", "format is 9, this version .* reads 3"),
+        (lambda f: f.write_text("[]"), "*.json", "checkpoint.json is damaged: it holds no JSON ob"),
+        (_field("step", "2"), "*.json", "checkpoint.json is damaged: step is '2'"),
+        (_field("files", None), "*.json", "checkpoint.json is damaged: files is None"),
     ],
 )
 def test_damaged_checkpoint_is_named_and_nothing_is_loaded(
@@ -463,19 +562,44 @@ def wait_for_step(run, step, process, timeout=50):
 
 
 @pytest.mark.ranks
-def test_interrupt_saves_and_leaves_cleanly(tmp_path, text_file):
-    """Ctrl-C: all ranks stop after the same step, the user is told how to go on, no traceback."""
-    run = tmp_path / "run"
+def test_interrupt_saves_and_leaves_cleanly(tmp_path, text_file, capsys):
+    """Ctrl-C: all ranks stop after the same step, the user is told how to go on, no traceback.
+
+    Until then the folder is this run's alone.
+    """
+    run = tmp_path / "king's run"
     process = start(run, *small_flags(text_file, "--steps", "100000", "--checkpoint-every", "0"))
     wait_for_step(run, 2, process)
+    assert main(["train", "--folder", str(run), "--overwrite"]) == 1
+    assert "is in use by process" in capsys.readouterr().err
     process.send_signal(signal.SIGINT)
     status, out, err = finish(process)
     assert status == 128 + signal.SIGINT
-    assert f"continue with: qsdp train --folder {run} --resume" in out
+    assert f"continue with: qsdp train --folder {shlex.quote(str(run))} --resume" in out
     assert "Traceback" not in out + err
     (saved,) = checkpoint.complete_checkpoints(run / "checkpoints")
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert checkpoint.read_description(saved).step == last["step"]
+
+
+@pytest.mark.ranks
+def test_what_fails_after_training_is_done_again(tmp_path, text_file):
+    """Without --checkpoint-every, too: here the export fails, for a file is in its place."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "model").write_text("not a folder")
+    flags = small_flags(text_file, "--steps", "3", "--checkpoint-every", "0", "--eval-every", "0")
+    status, _, err = finish(start(run, *flags))
+    assert status == 1 and err.count("qsdp train: error") == 1 and "Traceback" not in err
+    assert not (run / "result.json").exists()
+    (run / "model").unlink()
+    status, out, err = finish(start(run, "--resume"))
+    assert status == 0, err
+    assert "step 3/3  loss" not in out and "validation perplexity" in out
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 3]
+    assert json.loads((run / "result.json").read_text())["steps"] == 3
+    assert (run / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.ranks
