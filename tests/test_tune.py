@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import shutil
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("transformers", reason="needs pip install 'qsdp[train]'")
 
 from qsdp import Learned, QSDPConfig, Quantizer, Ways
 from qsdp.cli import main
+from qsdp.trainer import checkpoint
+from qsdp.trainer.comm import comm_config
+from qsdp.trainer.command import parse
+from qsdp.trainer.config import TrainConfig
+from qsdp.trainer.data import vocabulary_digest
+from qsdp.trainer.model import build_model
+from qsdp.trainer.text import read_text
+from qsdp.trainer.tokenizer import load_tokenizer, train_tokenizer
 from qsdp.tune.allocate import (
     WIDTHS,
     Item,
@@ -58,6 +71,87 @@ def test_base_must_send_values(tmp_path: Path, capsys: pytest.CaptureFixture[str
     arguments = ["tune", str(tmp_path), "--out", str(tmp_path / "out.json"), "--base", "w4g4"]
     assert main(arguments) != 0
     assert "--base must send weights as values" in capsys.readouterr().err
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """What `qsdp train` leaves of one untrained step of a small model."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"the old king {i} and the young queen {i % 7}.\n" for i in range(300)))
+    folder = tmp_path / "run"
+    config = TrainConfig(
+        folder=folder, data=(text,), layers=1, width=32, heads=2, vocab_size=300,
+        sequence_length=16, batch_size=4,
+    )  # fmt: skip
+    tokenizer = load_tokenizer(train_tokenizer(read_text(config), 300, folder / "data"))
+    model = build_model(config, tokenizer)
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    digest = vocabulary_digest(tokenizer)
+    description = checkpoint.Description(1, 1.0, config.to_json(), shapes, digest, [{}], 1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    try:
+        checkpoint.save_checkpoint(folder / "checkpoints", model, optimizer, description, keep=1)
+    finally:
+        dist.destroy_process_group()
+    (folder / "config.json").write_text(json.dumps(config.to_json()))
+    return folder
+
+
+def test_writes_a_file_that_train_takes(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Into a folder that is made for it, under a name that a shell must quote."""
+    out = tmp_path / "new folder" / "deeper" / "bits.json"
+    assert main(["tune", str(run), "--out", str(out), "--batches", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert f"qsdp train --comm {shlex.quote(str(out))}" in printed
+    config = QSDPConfig.from_json(json.loads(out.read_text()))
+    assert "transformer.wte.weight" in dict(config.exceptions)
+    assert comm_config(parse(["--comm", str(out)])).exceptions == config.exceptions
+
+
+def _damage(run: Path, pattern: str) -> None:
+    (file,) = (run / "checkpoints").rglob(pattern)
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+@pytest.mark.parametrize(
+    ("damage", "flags", "message"),
+    [
+        (lambda run: _damage(run, "*.safetensors"), [], "bytes, "),
+        (lambda run: _damage(run, "checkpoint.json"), [], "checkpoint.json is damaged"),
+        (lambda run: next(run.rglob("*.safetensors")).unlink(), [], "safetensors is missing"),
+        (lambda run: shutil.rmtree(run / "checkpoints"), [], "holds no checkpoint"),
+        (lambda run: (run / "config.json").unlink(), [], "is no run folder of qsdp train"),
+        (lambda run: shutil.rmtree(run), [], "there is no run folder"),
+        (None, ["--out", "."], "--out . is a folder"),
+        (None, ["--out", "text.txt/x.json"], "--out text.txt/x.json: text.txt cannot be made"),
+        (None, ["--bits", "1.5"], "--bits must be between 2 and 8, got 1.5"),
+        (None, ["--bits", "nan"], "--bits must be between 2 and 8, got nan"),
+        (None, ["--batches", "0"], "--batches must be at least 1, got 0"),
+        (None, ["--max-loss", "-1"], "--max-loss must be at least 0, got -1"),
+        (None, ["--base", "w32g32"], "--base w32g32 quantizes nothing"),
+        (None, ["--base", "w5g55"], "--base w5g55: unknown preset 'w5g55'"),
+        (None, ["--base", "nothere.json"], "--base: there is no file nothere.json"),
+    ],
+)
+def test_what_cannot_be_tuned_is_one_line_before_anything_is_measured(
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], None] | None,
+    flags: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qsdp.tune.choose.weight_items", None)
+    if damage is not None:
+        damage(run)
+    assert main(["tune", str(run), "--out", "out.json", *flags]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
 
 
 def test_chosen_widths_become_exceptions() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -226,7 +227,10 @@ def load_weights(path: Path, model: nn.Module, tokenizer: str) -> None:
     _check_same_model(path, read_description(path), shapes, tokenizer)
     _verify_files(path)
     named = model.named_parameters()
-    _read_tensors(path, {"model." + name: parameter.data for name, parameter in named}, alone=True)
+    tensors = {"model." + name: parameter.data for name, parameter in named}
+    with warnings.catch_warnings():  # that there is one process
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        _read_tensors(path, tensors, alone=True)
 
 
 def load_comm(

@@ -18,9 +18,7 @@ def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     narrow, wide = WIDTHS[0], WIDTHS[-1]
     if not narrow <= options.bits <= wide:
-        raise ValueError(
-            f"--bits must be at least {narrow} and at most {wide}, got {options.bits:g}"
-        )
+        raise ValueError(f"--bits must be between {narrow} and {wide}, got {options.bits:g}")
     if options.max_loss is not None and not 0 <= options.max_loss < math.inf:
         raise ValueError(f"--max-loss must be at least 0, got {options.max_loss:g}")
     if options.batches < 1:
