@@ -68,6 +68,7 @@ def _usage() -> str:
             "",
             *lines,
             "",
-            "`qsdp COMMAND --help` lists the options of a command, `qsdp --version` the version.",
+            "`qsdp COMMAND --help` lists the options of a command.",
+            "`qsdp --version` tells the version.",
         ]
     )

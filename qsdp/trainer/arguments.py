@@ -52,6 +52,6 @@ def require_writable(flag: str, file: Path) -> None:
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
-    """`; did you mean X?`, or nothing where no allowed name is close."""
-    close = get_close_matches(given, list(allowed), n=1)
+    """`; did you mean X?`, or nothing where no allowed name, all in small letters, is close."""
+    close = get_close_matches(given.lower(), list(allowed), n=1)
     return f"; did you mean {close[0]}?" if close else ""

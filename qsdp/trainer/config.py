@@ -66,7 +66,7 @@ def flag_of(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Pretrain or continue a causal language model with FSDP2 and quantized communication."""
+    """Pretrain or continue a causal language model with quantized communication."""
 
     preset: PresetName = "tiny"
     """Shape and recipe to start from; the other flags override single values."""
