@@ -46,7 +46,8 @@ class BufferPool:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)
             if self.kept_bytes + num_bytes <= self.max_bytes:
                 self._buffers.append(buffer)
-        return buffer[:num_bytes].view(dtype)
+        with torch.inference_mode(False):
+            return buffer[:num_bytes].view(dtype)
 
     def _make_room(self, num_bytes: int) -> None:
         excess = self.kept_bytes + num_bytes - self.max_bytes

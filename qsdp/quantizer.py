@@ -105,7 +105,7 @@ class Quantizer:
 
     @property
     def keeps_zeros(self) -> bool:
-        """Whether a block's zeros decode to zeros, whatever else is in the block."""
+        """Whether 32 zeros of a block decode to zeros, whatever else is in the block."""
         return self.symmetric and self.rounding in ("nearest", "stochastic") and not self.levels
 
     @classmethod

@@ -41,8 +41,9 @@ class WrongCodes:
         *,
         key: int,
         first_row: int = 0,
+        sender: int = 0,
     ) -> None:
-        reference.encode(values, layout, wire, key=key, first_row=first_row)
+        reference.encode(values, layout, wire, key=key, first_row=first_row, sender=sender)
         wire[:, layout.payload_bytes - 1 :][:, :1] ^= 1
 
 

@@ -34,6 +34,8 @@ NAME = "triton"
 WARP_VALUES = 1024  # 32 a thread
 MAX_TILE = 4096  # larger blocks are read twice
 MAX_ALIGNMENT = 16
+# Others would be taken for nearest.
+KNOWN_ROUNDINGS = ("nearest", "stochastic", "shift", "dither")
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,11 @@ def launches(layout: WireLayout, device: torch.device) -> tuple[Launch, ...]:
 
 
 def _format(quantizer: Quantizer) -> Format:
+    if quantizer.rounding not in KNOWN_ROUNDINGS:
+        raise NotImplementedError(
+            f"the Triton kernels know rounding {', '.join(KNOWN_ROUNDINGS)}, not "
+            f"{quantizer.rounding!r}: extend qsdp/kernels/triton_encode.py and _decode"
+        )
     tile = min(int(triton.next_power_of_2(quantizer.block_size)), MAX_TILE)
     return Format(
         replace(quantizer, levels=None),
