@@ -1,6 +1,8 @@
 """Hugging Face Accelerate with its FSDP2 plugin: one call after `accelerator.prepare`.
 
 torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py --comm w8g8
+
+Accelerate offers FSDP on accelerators only; plain.py, ddp.py and lightning_fsdp2.py run on CPUs.
 """
 
 import argparse
@@ -55,6 +57,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--comm", default="w8g8", help="w{2..8|32}g{2..8|32}, or stock")
     args = parser.parse_args()
+    if not torch.accelerator.is_available():
+        raise SystemExit("Accelerate offers FSDP on accelerators only: there is none here")
     result = train(args.comm)
     if Accelerator().is_main_process:
         print(result["losses"][-1], result["sent"], result["stock_sent"])

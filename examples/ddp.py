@@ -1,4 +1,4 @@
-"""DistributedDataParallel with a quantized all-reduce.
+"""DistributedDataParallel with a quantized all-reduce, on GPUs where there are any.
 
 torchrun --nproc-per-node 2 examples/ddp.py --comm w32g8
 """
@@ -16,9 +16,10 @@ import qsdp
 
 def train(comm: str, steps: int = 30) -> dict[str, object]:
     """Learn this file, byte by byte. ``comm`` is w32g{2..8|32}, or "stock" for no qsdp at all."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     text = torch.tensor(list(Path(__file__).read_bytes()))
     torch.manual_seed(0)
-    model = DistributedDataParallel(Model())
+    model = DistributedDataParallel(Model().to(device))
     state = None
     if comm != "stock":
         gradients = qsdp.QSDPConfig.preset(comm).gradients
@@ -31,7 +32,7 @@ def train(comm: str, steps: int = 30) -> dict[str, object]:
     losses = []
     for _ in range(steps):
         starts = torch.randint(len(text) - 65, (8,), generator=generator)
-        ids = torch.stack([text[start : start + 65] for start in starts])
+        ids = torch.stack([text[start : start + 65] for start in starts]).to(device)
         loss = model(ids)
         loss.backward()
         optimizer.step()
@@ -45,7 +46,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--comm", default="w32g8", help="w32g{2..8|32}, or stock")
     args = parser.parse_args()
-    dist.init_process_group()
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_node_local_rank())
     result = train(args.comm)
     if dist.get_rank() == 0:
         print(result["losses"][-1], result["sent"], result["stock_sent"])

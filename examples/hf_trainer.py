@@ -1,6 +1,8 @@
 """Hugging Face Trainer with FSDP2: a callback applies qsdp and adds its numbers to the logs.
 
 torchrun --nproc-per-node 2 examples/hf_trainer.py --comm w8g8
+
+Accelerate offers FSDP on accelerators only; plain.py, ddp.py and lightning_fsdp2.py run on CPUs.
 """
 
 import argparse
@@ -64,6 +66,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--comm", default="w8g8", help="w{2..8|32}g{2..8|32}, or stock")
     args = parser.parse_args()
+    if not torch.accelerator.is_available():
+        raise SystemExit("Accelerate offers FSDP on accelerators only: there is none here")
     result = train(args.comm)
     if result["main"]:
         print(result["losses"][-1], result["sent"], result["stock_sent"], result["weight_error"])

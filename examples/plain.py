@@ -1,4 +1,4 @@
-"""FSDP2 without a framework.
+"""FSDP2 without a framework, on GPUs where there are any.
 
 torchrun --nproc-per-node 2 examples/plain.py --comm w8g8
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import qsdp
@@ -35,13 +36,14 @@ class Model(nn.Module):
 
 def train(comm: str, steps: int = 30) -> dict[str, object]:
     """Learn this file, byte by byte. ``comm`` is a preset, or "stock" for no qsdp at all."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     text = torch.tensor(list(Path(__file__).read_bytes()))
     torch.manual_seed(0)
     model = Model().to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     if comm != "stock":
         qsdp.apply_qsdp(model, comm)  # after the last fully_shard
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -63,7 +65,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--comm", default="w8g8", help="w{2..8|32}g{2..8|32}, or stock")
     args = parser.parse_args()
-    dist.init_process_group()
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_node_local_rank())
     result = train(args.comm)
     if dist.get_rank() == 0:
         print(result["losses"][-1], result["sent"], result["stock_sent"])

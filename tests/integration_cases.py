@@ -176,7 +176,9 @@ def case_trainer_mistakes(rank: int, folder: Path) -> None:
     raises_everywhere(
         lambda: begin(callback, fsdp=True, fsdp_config={"version": 1}), '{"version": 2}'
     )
-    raises_everywhere(lambda: begin(callback, fsdp=True), "no FSDP2 module")
+    raises_everywhere(lambda: begin(callback, fsdp=True), "runs on CPUs", "does not offer it")
+    with mock.patch.object(TrainingArguments, "device", torch.device("cuda")):
+        raises_everywhere(lambda: begin(callback, fsdp=True), "no FSDP2 module")
     fully_shard(model)
     begin(callback, fsdp=True)
     begin(callback, fsdp=True)  # trainer.train() a second time

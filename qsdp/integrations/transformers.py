@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from qsdp import QSDPConfig, apply_qsdp, comm_state_dict, is_quantized, load_comm_state_dict
 from qsdp.integrations.numbers import CommNumbers
@@ -70,6 +71,11 @@ class QSDPCallback(TrainerCallback):  # type: ignore[misc]
                 "QSDPCallback needs FSDP2 and this Trainer uses FSDP1: set "
                 'TrainingArguments(fsdp_config={"version": 2})'
             )
+        if args.device.type == "cpu" and not _is_sharded(model):
+            raise ValueError(
+                "QSDPCallback needs FSDP2 and this Trainer runs on CPUs, where Accelerate does not "
+                "offer it: train on accelerators, or as examples/plain.py does"
+            )
         if is_quantized(model) and model is not self._model:
             raise ValueError(
                 "QSDPCallback found a model that is quantized already: take away the call of "
@@ -108,6 +114,10 @@ class QSDPCallback(TrainerCallback):  # type: ignore[misc]
         numbers = self._numbers.read()
         logs.update(numbers)  # for the callbacks after this one
         state.log_history[-1].update(numbers)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def _load_state(model: nn.Module, args: TrainingArguments, state: TrainerState) -> None:
