@@ -8,12 +8,14 @@ import pytest
 from rich.console import Console
 
 from qsdp.cli import main
+from qsdp.trainer import plots
 from qsdp.trainer.metrics import (
     Metrics,
     format_bytes,
     format_time,
     read_metrics,
     step_medians,
+    step_parts,
 )
 from qsdp.trainer.plots import smoothed
 from qsdp.trainer.report import comparison, read_run, read_runs
@@ -130,6 +132,43 @@ def test_medians_leave_out_the_first_steps():
     assert step_medians(records)["step_s"] == 0.5
     assert step_medians(records[:1])["step_s"] == 9.0
     assert step_medians([]) == {}
+
+
+@pytest.fixture
+def uneven(tmp_path):
+    """Runs whose parts of a step vary against each other, validated at the same steps."""
+    runs = []
+    for name in ("a", "b", "c"):
+        runs.append(write_run(tmp_path / name))
+        records = read_metrics(runs[-1] / "metrics.jsonl")
+        for record in records[::2]:
+            record |= {"step_s": 0.9, "compute_s": 0.1, "network_s": 0.7}
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (runs[-1] / "metrics.jsonl").write_text(lines)
+    return read_runs(tuple(runs))
+
+
+def test_parts_of_a_step_add_up_to_its_label(uneven):
+    """The medians of parts do not; the share of each in all steps does."""
+    for report in uneven:
+        parts = step_parts(report.records)
+        assert sum(parts.values()) == pytest.approx(report.medians["step_s"])
+        assert parts["encode_s"] == parts["decode_s"] < parts["compute_s"] < parts["network_s"]
+    axes = plots._step_time(uneven).axes[0]
+    ends = [bar.get_x() + bar.get_width() for bar in axes.containers[-1]]
+    assert ends == pytest.approx([report.medians["step_s"] * 1e3 for report in uneven])
+    labels = [text.get_text() for text in axes.texts]
+    assert labels == [f"{end:.0f} ms" for end in ends]
+
+
+def test_markers_of_one_step_are_all_seen(uneven):
+    """Hollow, each of another shape, and in the legend as on the axes."""
+    axes = plots._loss(uneven, "step", "step").axes[0]
+    drawn = [line for line in axes.lines if line.get_marker() not in ("None", None, "")]
+    assert len({line.get_marker() for line in drawn}) == len(uneven)
+    assert all(line.get_fillstyle() == "none" for line in drawn)
+    keys = [line.get_marker() for line in axes.get_legend().get_lines()]
+    assert keys == [line.get_marker() for line in drawn if len(line.get_xdata())]
 
 
 def test_smoothing_is_a_mean_over_neighbours():

@@ -13,9 +13,12 @@ import pytest
 
 pytest.importorskip("rich", reason="needs pip install 'qsdp[train]'")
 
+from matplotlib.figure import Figure
+
 from qsdp import QSDPConfig
 from qsdp.cli import main
 from qsdp.sweep import command
+from qsdp.sweep.plot import draw
 from qsdp.sweep.spec import read_sweep
 from qsdp.sweep.table import summarise
 from qsdp.trainer.checkpoint import FORMAT
@@ -125,6 +128,39 @@ def test_only_some_cases_and_seeds(
     printed = capsys.readouterr().err
     assert "no case runs with seed 3" in printed and "no case 'five'" in printed
     assert len(seen) == 2
+
+
+def row(change: float | None, error: float | None, reference: float | None = None) -> dict:
+    values = {"change_percent": change, "change_error": error, "reference_percent": reference}
+    return {"case": "a", "bits": 4.0, **values}
+
+
+@pytest.mark.parametrize(
+    ("rows", "legend", "ticks"),
+    [
+        ([row(0, 0.0), row(1, 0.5)], ["several seeds, with standard error"], None),
+        ([row(0, None), row(1, None)], ["one seed"], None),
+        (
+            [row(0, 0.0), row(1, None, 300.0), row(None, None)],
+            ["one seed", "published, another model", "several seeds, with standard error"],
+            {0, 1, 2, 5, 10, 100, 200},
+        ),
+        ([row(None, None)], None, None),
+    ],
+)
+def test_plot_promises_what_it_shows(
+    rows: list, legend: list | None, ticks: set | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error bar where there are several seeds; ticks as far as values go, published ones, too;
+    nothing where nothing can be compared."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    assert draw(rows, Path("sweep.png")) == (legend is not None)
+    if legend is not None:
+        (figure,) = drawn
+        (shown,) = figure.legends
+        assert sorted(text.get_text() for text in shown.get_texts()) == legend
+        assert ticks is None or ticks <= set(figure.axes[0].get_xticks())
 
 
 def test_changes_are_paired_by_seed(spec: Path) -> None:

@@ -212,6 +212,5 @@ def report(sweep: Sweep, out: Path, *, as_json: bool = False) -> None:
         print(json.dumps(rows, indent=1))
     else:
         print_table(table(rows), width=WIDTH)
-    draw(rows, out / "sweep.png")
-    if not as_json:
+    if draw(rows, out / "sweep.png") and not as_json:
         print(out / "sweep.png")

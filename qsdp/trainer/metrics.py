@@ -127,10 +127,26 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def step_medians(records: list[dict[str, Any]]) -> dict[str, float]:
     """Median over training steps, without the first few, of each time and byte count."""
-    steps = [record for record in records if "loss" in record]
-    steps = steps[_WARM_UP:] or steps
+    steps = _warm_steps(records)
     names = ("step_s", *SPLIT, "tokens_per_s", "sent", "stock_sent")
     return {name: statistics.median(s[name] for s in steps) for name in names} if steps else {}
+
+
+def step_parts(records: list[dict[str, Any]]) -> dict[str, float]:
+    """The median time of a step, divided as all of these steps together were.
+
+    The medians of the parts do not add up to that of the whole; these parts do.
+    """
+    steps = _warm_steps(records)
+    sums = {name: sum(step[name] for step in steps) for name in SPLIT}
+    whole = sum(sums.values()) or 1.0
+    median = step_medians(records)["step_s"]
+    return {name: median * value / whole for name, value in sums.items()}
+
+
+def _warm_steps(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    steps = [record for record in records if "loss" in record]
+    return steps[_WARM_UP:] or steps
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
 
-from qsdp.trainer.metrics import format_bytes
+from qsdp.trainer.metrics import format_bytes, step_parts
 
 if TYPE_CHECKING:
     from qsdp.trainer.report import RunReport
@@ -65,15 +65,17 @@ def _loss(reports: list[RunReport], x: str, xlabel: str) -> Figure:
         smooth_losses.append(smooth)
         xs = [r[x] for r in steps]
         axes.plot(xs, losses, color=colour, alpha=0.15, linewidth=0.8)
-        axes.plot(
-            xs, smooth, color=colour, linestyle=_DASHES[index % len(_DASHES)], linewidth=1.8,
-            label=_label(report),
-        )  # fmt: skip
+        dashes, marker = _DASHES[index % len(_DASHES)], _MARKERS[index % len(_MARKERS)]
+        axes.plot(xs, smooth, color=colour, linestyle=dashes, linewidth=1.8)
+        # Hollow, for runs validate at the same steps and often to nearly the same loss.
+        hollow = {"marker": marker, "markersize": 8, "fillstyle": "none", "markeredgewidth": 1.6}
         axes.plot(
             [r[x] for r in valid], [r["valid_loss"] for r in valid], linestyle="none",
-            marker=_MARKERS[index % len(_MARKERS)], markersize=7, color=colour,
-            markeredgecolor="white", zorder=3,
+            color=colour, zorder=3, **hollow,
         )  # fmt: skip
+        axes.plot(
+            [], [], color=colour, linestyle=dashes, linewidth=1.8, label=_label(report), **hollow
+        )
     # The first steps fall steeply from the logarithm of the vocabulary; what differs comes later.
     highest = max(float(np.quantile(s, 0.97)) for s in smooth_losses)
     lowest = min(float(s.min()) for s in smooth_losses)
@@ -103,11 +105,13 @@ def _bytes(reports: list[RunReport]) -> Figure:
 
 
 def _step_time(reports: list[RunReport]) -> Figure:
-    figure, axes = _figure(2.0 + 0.55 * len(reports), "Median time of a step", "milliseconds")
+    title = "Median time of a step, divided as all steps together"
+    figure, axes = _figure(2.0 + 0.55 * len(reports), title, "milliseconds")
     names = [report.name for report in reports]
+    shares = [step_parts(report.records) for report in reports]
     left = np.zeros(len(reports))
     for label, parts, colour in _SPLIT:
-        widths = np.array([sum(r.medians[part] for part in parts) * 1e3 for r in reports])
+        widths = np.array([sum(each[part] for part in parts) * 1e3 for each in shares])
         bars = axes.barh(names, widths, left=left, height=0.6, color=colour, label=label)
         left += widths
     labels = [f"{report.medians['step_s'] * 1e3:.0f} ms" for report in reports]
