@@ -12,20 +12,24 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from qsdp.cli import main
-from qsdp.trainer import checkpoint
+from qsdp.trainer import checkpoint, loop
 from qsdp.trainer.batches import validation_starts, windows
+from qsdp.trainer.comm import quantize_communication
 from qsdp.trainer.command import parse
 from qsdp.trainer.config import PRESETS, TrainConfig, learning_rate
 from qsdp.trainer.evaluate import token_losses
 from qsdp.trainer.model import build_model
+from qsdp.trainer.ranks import SharedError
 from qsdp.trainer.text import Text, read_text
 from qsdp.trainer.tokenizer import encode, load_tokenizer, train_tokenizer
 
@@ -323,6 +327,31 @@ def test_checkpoint_restores_model_and_optimizer(tmp_path, lone_rank):
         assert torch.equal(mine, theirs)
         for name, value in optimizer.state[mine].items():
             assert torch.equal(value, other_optimizer.state[theirs][name])
+
+
+def test_a_last_checkpoint_that_fails_does_not_keep_from_the_results(monkeypatch):
+    said = []
+
+    def fail(*_):
+        raise SharedError("disk full")
+
+    monkeypatch.setattr(loop, "_save", fail)
+    loop._save_last(SimpleNamespace(say=said.append), None)
+    assert said == ["warning: disk full; going on to the results"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"comm": '{"name": "a", "exceptions": {"*.x": null}}'}, "--comm a: .*'\\*.x' matches no"),
+        ({"keep_full_precision": ("*.x",)}, "--keep-full-precision: '\\*.x' matches no parameter"),
+    ],
+)
+def test_pattern_that_matches_nothing_names_its_flag(lone_rank, fields, message):
+    model = torch.nn.Linear(64, 64)
+    fully_shard(model)
+    with pytest.raises(ValueError, match=message):
+        quantize_communication(model, TrainConfig(**fields))
 
 
 def test_checkpoint_holds_no_pickle(tmp_path, lone_rank):
