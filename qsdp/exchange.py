@@ -201,7 +201,6 @@ def _swap_with_all(
     return dist.batch_isend_irecv(ops) if ops else []
 
 
-@lru_cache(maxsize=256)
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether gloo carries tensors of a device; a group's name may list several backends."""
     backends = dist.get_backend_config(group)
