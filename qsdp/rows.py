@@ -1,19 +1,18 @@
 """Rows: values to sealed wire bytes, and checked wire bytes to values. The only caller of kernels.
 
-A row is one rank's values in the layout of :mod:`qsdp.wire`; functions here take several at once.
+A row is one rank's values in the layout of :mod:`qsdp.wire`; functions here take several at once:
+rows have one or two leading dimensions, any strides over these, and count in row-major order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 
 import torch
 import torch.distributed as dist
 
 from qsdp.buffers import pool
 from qsdp.kernels import backend_for
-from qsdp.kernels.zeros import write_zeros
 from qsdp.quantizer import Quantizer
 from qsdp.wire import VALUE_DTYPES, WireLayout, damaged_rows, seal, tensor_layout
 
@@ -34,7 +33,7 @@ def encode_rows(
     sender: int = 0,
     mark: bool | torch.Tensor = False,
 ) -> None:
-    """Encode ``values`` (num_rows, layout.numel) into ``wire`` (num_rows, layout.row_bytes).
+    """Encode ``values`` (..., layout.numel) into ``wire`` (..., layout.row_bytes).
 
     Args:
         key: 64 bits for random rounding.
@@ -45,10 +44,10 @@ def encode_rows(
     """
     backend = backend_for(values.device)
     backend.encode(values, layout, wire, key=key, first_row=first_row, sender=sender)
-    for span, maps in layout.maps(wire):
-        backend.map_zeros(values[:, span.values], maps)
-    if layout.mark:
-        layout.marks(wire).copy_(torch.as_tensor(mark))
+    if layout.mark and isinstance(mark, torch.Tensor):
+        layout.marks(wire).copy_(mark)
+    elif layout.mark and mark:  # encoding has left zeros there
+        layout.marks(wire).fill_(1)
     if layout.checksum:
         seal(wire)
 
@@ -61,7 +60,7 @@ def decode_rows(
     *,
     own: int | None = None,
 ) -> None:
-    """Decode ``wire`` into ``values`` (num_rows, layout.numel), of any of the three dtypes.
+    """Decode ``wire`` into ``values`` (..., layout.numel), of any of the three dtypes.
 
     Args:
         senders: the global rank that each row came from, for errors; none for rows of one's own.
@@ -73,8 +72,6 @@ def decode_rows(
     check_rows(wire, layout, senders)
     first, step = (0, 1) if own is None else (own, 0)
     backend_for(wire.device).decode(wire, layout, values, first_sender=first, sender_step=step)
-    for span, maps in layout.maps(wire):
-        write_zeros(values[:, span.values], maps)
 
 
 def sum_rows(
@@ -88,6 +85,10 @@ def sum_rows(
 ) -> None:
     """Decode rows and add them in order: ``out = sum * multiply / divide``, (layout.numel,).
 
+    Args:
+        wire: (num_rows, layout.row_bytes), at least one row.
+        senders: as :func:`decode_rows`.
+
     Where the layout has maps of zeros, what is zero in all rows is zero in the sum.
 
     Raises:
@@ -95,9 +96,6 @@ def sum_rows(
     """
     check_rows(wire, layout, senders)
     backend_for(wire.device).decode_sum(wire, layout, out, multiply=multiply, divide=divide)
-    for span, maps in layout.maps(wire):
-        common = reduce(torch.bitwise_and, maps)
-        write_zeros(out[span.values].view(1, -1), common.view(1, -1))
 
 
 def accumulate_rows(
@@ -106,9 +104,26 @@ def accumulate_rows(
     """Add what ``before`` holds to ``values``, encode the sums to ``wire``, and decode these again.
 
     All (num_rows, ...); ``values`` are replaced by what ``wire`` holds then. Where ``before`` holds
-    no finite number it counts as zero, and to segments in full precision nothing is added.
+    no finite number it counts as zero, and to segments in full precision nothing is added. A block
+    to which only zeros are added keeps its bytes. The layout has no maps of zeros.
     """
     backend_for(values.device).accumulate(values, layout, before, wire)
+
+
+def difference_rows(
+    values: torch.Tensor,
+    layout: WireLayout,
+    before: torch.Tensor,
+    sent: torch.Tensor,
+    change: torch.Tensor,
+    stats: torch.Tensor,
+) -> None:
+    """What one row's ``values`` differ by from what ``before`` holds, and what is to know of it.
+
+    See :func:`qsdp.kernels.reference.difference_by` for what becomes of ``sent``, ``change`` and
+    ``stats``.
+    """
+    backend_for(values.device).difference(values, layout, before, sent, change, stats)
 
 
 def check_rows(wire: torch.Tensor, layout: WireLayout, senders: Sequence[int]) -> None:

@@ -8,7 +8,10 @@ all ranks compute the same layout, and this file is the only place that knows it
         | bytes of all full-precision segments
         | packed codes of all quantized segments, block after block
         | maps of zeros, if asked for: a bit for every 32 values (kernels/zeros.py)
-        | zeros up to a multiple of ROW_ALIGNMENT | an int64 mark | an int64 checksum, if asked for
+        | zeros | an int64 mark | an int64 checksum, if asked for
+
+The zeros fill the row up to a multiple of ROW_ALIGNMENT bytes where it travels: collectives and
+kernels have their widest paths for that. What holds nothing before the mark gets no zeros.
 
 Codes of one block are packed as bit planes of 4, 2 and 1 bits (a whole byte at 8 bits), lowest bits
 first, each plane padded to a byte: 3 bits = a 2-bit and a 1-bit plane, 7 bits = 4 + 2 + 1. Inside a
@@ -30,7 +33,8 @@ import torch
 from qsdp.quantizer import Quantizer
 
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what can be encoded
-ROW_ALIGNMENT = 8
+ROW_ALIGNMENT = 128  # of rows that travel
+TENSOR_ALIGNMENT = 8  # of single tensors; whatever the alignment, marks are int64
 MARK_BYTES = CHECKSUM_BYTES = 8
 ZERO_GROUP = 32  # values that share a bit in a map of zeros
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as int64
@@ -127,8 +131,9 @@ class WireLayout:
         spans: the segments in order of their values.
         dtype: of the values, and so of full-precision segments on the wire.
         numel: values a row.
-        row_bytes: bytes a row, a multiple of ``ROW_ALIGNMENT``; zero for an empty row.
-        payload_bytes: the same without what kernels leave zero: maps, padding, mark, checksum.
+        row_bytes: bytes a row, a multiple of the alignment; an empty row has at most a mark and a
+            checksum.
+        payload_bytes: the same without what kernels leave zero: padding, mark, checksum.
         checksum: whether the row ends with a checksum.
         mark: whether it holds a number beside its values, for whoever sends it to say something.
         zero_maps: of each segment, where its map of zeros lies; None where it has none.
@@ -154,32 +159,32 @@ class WireLayout:
         return any(segment.quantizer is not None for segment in self.segments)
 
     def meta(self, wire: torch.Tensor, span: Span) -> torch.Tensor:
-        """Typed view: (num_rows, num_blocks, meta_numbers), scale and offset of every block."""
+        """Typed view: (..., num_blocks, meta_numbers), scale and offset of every block."""
         segment = span.segment
         size = segment.num_blocks * segment.meta_numbers * segment.meta_dtype.itemsize
-        part = wire[:, span.meta_offset : span.meta_offset + size].view(segment.meta_dtype)
-        meta: torch.Tensor = part.unflatten(1, (segment.num_blocks, segment.meta_numbers))
+        part = wire[..., span.meta_offset : span.meta_offset + size].view(segment.meta_dtype)
+        meta: torch.Tensor = part.unflatten(-1, (segment.num_blocks, segment.meta_numbers))
         return meta
 
     def marks(self, wire: torch.Tensor) -> torch.Tensor:
-        """View: (num_rows,) int64, zero unless the sender has written something."""
+        """View: (...) int64, a number a row, zero unless the sender has written something."""
         end = self.row_bytes - CHECKSUM_BYTES * self.checksum
-        mark: torch.Tensor = wire[:, end - MARK_BYTES : end].view(torch.int64)[:, 0]
+        mark: torch.Tensor = wire[..., end - MARK_BYTES : end].view(torch.int64)[..., 0]
         return mark
 
     def maps(self, wire: torch.Tensor) -> Iterator[tuple[Span, torch.Tensor]]:
-        """Spans that have a map of zeros, and views (num_rows, bytes) uint8 of these."""
+        """Spans that have a map of zeros, and views (..., bytes) uint8 of these."""
         for span, place in zip(self.spans, self.zero_maps, strict=bool(self.zero_maps)):
             if place is not None:
-                yield span, wire[:, place]
+                yield span, wire[..., place]
 
     def codes(self, wire: torch.Tensor, span: Span) -> torch.Tensor:
-        """View: (num_rows, bytes) uint8, the packed codes of the segment."""
-        return wire[:, span.data_offset : span.data_offset + span.segment.code_bytes]
+        """View: (..., bytes) uint8, the packed codes of the segment."""
+        return wire[..., span.data_offset : span.data_offset + span.segment.code_bytes]
 
     def raw(self, wire: torch.Tensor, span: Span) -> torch.Tensor:
-        """View: (num_rows, bytes) uint8, a full-precision segment."""
-        return wire[:, span.data_offset : span.data_offset + self.raw_bytes(span)]
+        """View: (..., bytes) uint8, a full-precision segment."""
+        return wire[..., span.data_offset : span.data_offset + self.raw_bytes(span)]
 
     def raw_bytes(self, span: Span) -> int:
         """Bytes of a full-precision segment."""
@@ -193,11 +198,13 @@ def wire_layout(
     checksum: bool = False,
     mark: bool = False,
     zeros: bool = False,
+    alignment: int = ROW_ALIGNMENT,
 ) -> WireLayout:
     """Lay out ``segments``, in this order, for values of ``dtype``. Pure and cached.
 
     Args:
         zeros: zeros are to arrive as zeros: a map for each segment whose format does not keep them.
+        alignment: of a row's bytes, a multiple of 8.
     """
     quantized = [s for s in segments if s.quantizer is not None]
     raw_start = sum(s.meta_bytes for s in quantized)
@@ -220,10 +227,11 @@ def wire_layout(
         end = maps_at + map_bytes(segment.numel) * has_map
         maps.append(slice(maps_at, end) if has_map and segment.numel else None)
         maps_at = end
-    row_bytes = -(-maps_at // ROW_ALIGNMENT) * ROW_ALIGNMENT
-    row_bytes += MARK_BYTES * mark + CHECKSUM_BYTES * checksum
+    row_bytes = maps_at + MARK_BYTES * mark + CHECKSUM_BYTES * checksum
+    if maps_at:
+        row_bytes = -(-row_bytes // alignment) * alignment
     return WireLayout(
-        tuple(spans), dtype, value_at, row_bytes, codes_at, checksum, mark, tuple(maps)
+        tuple(spans), dtype, value_at, row_bytes, maps_at, checksum, mark, tuple(maps)
     )
 
 
@@ -231,26 +239,26 @@ def tensor_layout(
     numel: int, quantizer: Quantizer | None, dtype: torch.dtype = torch.float32
 ) -> WireLayout:
     """The layout of one row that is one segment of ``numel`` values."""
-    return wire_layout((Segment(numel, quantizer),), dtype)
+    return wire_layout((Segment(numel, quantizer),), dtype, alignment=TENSOR_ALIGNMENT)
 
 
 def row_checksums(wire: torch.Tensor) -> torch.Tensor:
-    """Checksum of each row without its last 8 bytes: (num_rows,) int64.
+    """Checksum of each row (..., row_bytes) without its last 8 bytes: (...) int64.
 
     A sum modulo 2^64 of the row's 64-bit words times odd numbers that differ by place: a change in
     one word always changes it, and so does, nearly always, any other damage or exchange of words.
     """
-    words = wire[:, :-CHECKSUM_BYTES].view(torch.int64)
-    places = torch.arange(words.shape[1], dtype=torch.int64, device=wire.device)
-    return (words * (places * _GOLDEN | 1)).sum(1)
+    words = wire[..., :-CHECKSUM_BYTES].view(torch.int64)
+    places = torch.arange(words.shape[-1], dtype=torch.int64, device=wire.device)
+    return (words * (places * _GOLDEN | 1)).sum(-1)
 
 
 def seal(wire: torch.Tensor) -> None:
     """Write each row's checksum into its last 8 bytes."""
-    wire[:, -CHECKSUM_BYTES:].view(torch.int64)[:, 0] = row_checksums(wire)
+    wire[..., -CHECKSUM_BYTES:].view(torch.int64)[..., 0] = row_checksums(wire)
 
 
 def damaged_rows(wire: torch.Tensor) -> list[int]:
-    """Indices of the rows that do not match their checksum."""
-    expected = wire[:, -CHECKSUM_BYTES:].view(torch.int64)[:, 0]
-    return (row_checksums(wire) != expected).nonzero().flatten().tolist()
+    """Indices of the rows that do not match their checksum, counted in row-major order."""
+    expected = wire[..., -CHECKSUM_BYTES:].view(torch.int64)[..., 0]
+    return (row_checksums(wire) != expected).flatten().nonzero().flatten().tolist()

@@ -42,11 +42,12 @@ def test_golden_bytes_of_a_row_with_full_precision_parts() -> None:
     """All scales first, then raw segments, then codes; a new segment starts a new block."""
     eight, four = Quantizer(8, 32, "nearest"), Quantizer(4, 32, "nearest")
     segments = (Segment(2, eight), Segment(1), Segment(3, four), Segment(0, eight))
-    layout = wire_layout(segments, torch.float32)
+    layout = wire_layout(segments, torch.float32, mark=True)
     values = torch.tensor([[0.0, 255.0, 1.0, 15.0, 0.0, 5.0]])
     wire = torch.full((1, layout.row_bytes), 0xAA, dtype=torch.uint8)
     reference.encode(values, layout, wire, key=0)
     expected = (ONE + ZERO) * 2 + ONE + bytes([0x00, 0xFF]) + bytes([0x0F, 0x05])
+    expected += bytes(128 - len(expected))  # the mark is the last 8 of them
     assert bytes(wire[0].tolist()) == expected
     back = torch.empty_like(values)
     reference.decode(wire, layout, back)
@@ -117,8 +118,6 @@ def test_every_damaged_byte_is_found() -> None:
     """Any flipped bit of a row, its checksum included, and exchanged words."""
     segments = (Segment(40, Quantizer(4, 32, "nearest")), Segment(3))
     layout = wire_layout(segments, torch.float32, checksum=True)
-    plain = wire_layout(segments, torch.float32)
-    assert layout.row_bytes == plain.row_bytes + 8
     values = torch.randn(2, 43)
     wire = torch.empty(2, layout.row_bytes, dtype=torch.uint8)
     reference.encode(values, layout, wire, key=0)
@@ -148,12 +147,28 @@ def test_parts_of_a_row_follow_each_other(form: Quantizer) -> None:
     for start, size in parts:
         assert start == at
         at += size
-    assert at == layout.payload_bytes <= layout.row_bytes < at + 8 and layout.row_bytes % 8 == 0
+    assert at == layout.payload_bytes <= layout.row_bytes < at + 128
+    assert layout.row_bytes % 128 == 0
     assert layout.segments == segments and layout.quantized
     values = torch.arange(layout.numel)
     cut = torch.cat([values[span.values] for span in layout.spans])
     assert torch.equal(cut, values)
     assert not wire_layout((Segment(5), Segment(0)), torch.float32).quantized
+
+
+@pytest.mark.parametrize("checksum", (False, True))
+@pytest.mark.parametrize("mark", (False, True))
+@pytest.mark.parametrize("numel", (0, 1, 110, 112, 120, 128, 1000))
+def test_rows_that_travel_are_whole_lines(numel: int, mark: bool, checksum: bool) -> None:
+    """Multiples of 128 bytes, mark and checksum included; single tensors fill up to 8 alone."""
+    eight = Quantizer(8, 1024)
+    layout = wire_layout((Segment(numel, eight),), torch.float32, checksum, mark)
+    end = 8 * mark + 8 * checksum
+    if not numel:
+        assert layout.row_bytes == end
+        return
+    assert layout.row_bytes == -(-(layout.payload_bytes + end) // 128) * 128
+    assert tensor_layout(numel, eight).row_bytes == -(-layout.payload_bytes // 8) * 8
 
 
 def test_rows_are_sealed_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +181,7 @@ def test_rows_are_sealed_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     wire, unsealed = (take_rows(3, each, values.device) for each in (layout, plain))
     encode_rows(values, layout, wire, key=3)
     encode_rows(values, plain, unsealed, key=3)
-    assert torch.equal(wire[:, : plain.row_bytes], unsealed)
+    assert torch.equal(wire[:, : plain.payload_bytes], unsealed[:, : plain.payload_bytes])
     assert torch.equal(wire[:, -8:].view(torch.int64)[:, 0], row_checksums(wire))
 
     back, total = torch.empty_like(values), torch.empty(103)
@@ -190,18 +205,17 @@ def test_rows_are_sealed_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("checksum", (False, True))
 def test_marks_travel_beside_the_values(checksum: bool) -> None:
-    """Eight bytes a row behind the values, before the checksum, which covers them."""
+    """The row's last eight bytes, or the last before the checksum, which covers them."""
     segments = (Segment(100, Quantizer(4, 32, "nearest")), Segment(3))
     layout = wire_layout(segments, torch.float32, checksum, mark=True)
     plain = wire_layout(segments, torch.float32)
-    assert layout.row_bytes == plain.row_bytes + 8 + 8 * checksum
     values = torch.randn(2, 103)
     wire, without = (take_rows(2, each, values.device) for each in (layout, plain))
     encode_rows(values, plain, without, key=0)
     for mark, expected in ((False, 0), (True, 1), (torch.tensor(True), 1)):
         encode_rows(values, layout, wire, key=0, mark=mark)
         assert layout.marks(wire).tolist() == [expected] * 2
-        assert torch.equal(wire[:, : plain.row_bytes], without)
+        assert torch.equal(wire[:, : plain.payload_bytes], without[:, : plain.payload_bytes])
     encode_rows(values[:1], layout, wire[:1], key=0)
     assert layout.marks(wire).tolist() == [0, 1], "each row has its own"
     if checksum:

@@ -52,10 +52,18 @@ class Backend(Protocol):
         divide: float = 1.0,
     ) -> None: ...
 
-    def map_zeros(self, values: torch.Tensor, maps: torch.Tensor) -> None: ...
-
     def accumulate(
         self, values: torch.Tensor, layout: WireLayout, before: torch.Tensor, wire: torch.Tensor
+    ) -> None: ...
+
+    def difference(
+        self,
+        values: torch.Tensor,
+        layout: WireLayout,
+        before: torch.Tensor,
+        sent: torch.Tensor,
+        change: torch.Tensor,
+        stats: torch.Tensor,
     ) -> None: ...
 
 

@@ -54,7 +54,8 @@ def compare(
     found = []
     for bits, form, dtype in cases:
         layout = example_layout(with_bits(form, bits), dtype)
-        values = example_values(2, layout.numel, dtype)
+        # Four are two by two where they are scattered; two are faster.
+        values = example_values(4 if dtype == torch.float32 else 2, layout.numel, dtype)
         for name in mismatches(backend, layout, values, device):
             found.append(f"{name}: {bits} bits, {format_name(form)}, {dtype_name(dtype)}")
     return Comparison(len(cases), found)
@@ -72,32 +73,156 @@ def mismatches(
     Wire bytes must be equal; values too, bit for bit, except that any NaN equals any other.
     Buffers are filled with noise before, so what is not written shows.
     """
-    num_rows, found = len(values), []
-    expected = torch.full((num_rows, layout.row_bytes), 0x5A, dtype=torch.uint8)
-    wire = torch.full_like(expected, 0xA5, device=device)
+    wire = torch.full((len(values), layout.row_bytes), 0x5A, dtype=torch.uint8)
+    reference.encode(values, layout, wire, key=KEY, first_row=FIRST_ROW, sender=SENDER)
+    found = _encode_mismatches(backend, layout, values, wire, device)
+    for dtype, factors in zip(VALUE_DTYPES, FACTORS, strict=True):
+        found += _decode_mismatches(backend, layout, wire, dtype, factors, device)
+    plain = layout
+    if any(layout.zero_maps):  # what weights are kept in has none
+        plain = wire_layout(layout.segments, layout.dtype)
+        wire = torch.empty(len(values), plain.row_bytes, dtype=torch.uint8)
+        reference.encode(values, plain, wire, key=KEY)
+    found += _accumulate_mismatches(backend, plain, values, wire, device)
+    return found + _difference_mismatches(backend, plain, values, wire, device)
+
+
+def _encode_mismatches(
+    backend: Backend,
+    layout: WireLayout,
+    values: torch.Tensor,
+    expected: torch.Tensor,
+    device: torch.device,
+) -> list[str]:
+    """Of contiguous rows, and of the same rows scattered in two dimensions."""
+    found = []
     draws = {"key": KEY, "first_row": FIRST_ROW, "sender": SENDER}
-    reference.encode(values, layout, expected, **draws)
+    wire = torch.full_like(expected, 0xA5, device=device)
     backend.encode(values.to(device), layout, wire, **draws)
     if not torch.equal(wire.cpu(), expected):
         found.append("encode")
-    wire = expected.to(device)
-    for dtype, factors in zip(VALUE_DTYPES, FACTORS, strict=True):
-        wanted = torch.full((num_rows, layout.numel), 3.0, dtype=dtype)
-        got = torch.full_like(wanted, 5.0, device=device)
-        senders = {"first_sender": SENDER, "sender_step": VALUE_DTYPES.index(dtype)}
-        reference.decode(expected, layout, wanted, **senders)
-        backend.decode(wire, layout, got, **senders)
-        raw = [span.values for span in layout.spans if span.segment.quantizer is None]
-        exact = all(
-            torch.equal(_words(got[:, part].cpu()), _words(wanted[:, part])) for part in raw
-        )
-        if not same_bits(got.cpu(), wanted) or (dtype == layout.dtype and not exact):
-            found.append(f"decode to {dtype_name(dtype)}")
-        reference.decode_sum(expected, layout, wanted[0], **factors)
-        backend.decode_sum(wire, layout, got[0], **factors)
-        if not same_bits(got[0].cpu(), wanted[0]):
-            found.append(f"decode_sum to {dtype_name(dtype)}")
+    scattered = Scattered(torch.full_like(expected, 0xA5), device, gap=24)
+    backend.encode(Scattered(values, device, gap=3).rows, layout, scattered.rows, **draws)
+    if not torch.equal(scattered.gathered(), expected) or not scattered.gaps_are_untouched():
+        found.append("encode of scattered rows")
     return found
+
+
+def _decode_mismatches(
+    backend: Backend,
+    layout: WireLayout,
+    expected: torch.Tensor,
+    dtype: torch.dtype,
+    factors: dict[str, float],
+    device: torch.device,
+) -> list[str]:
+    """Of rows, scattered rows, and their sum, in one dtype."""
+    found, name = [], dtype_name(dtype)
+    wire, scattered = expected.to(device), Scattered(expected, device, gap=24)
+    wanted = torch.full((len(wire), layout.numel), 3.0, dtype=dtype)
+    got = torch.full_like(wanted, 5.0, device=device)
+    into = Scattered(got.cpu(), device, gap=3)
+    senders = {"first_sender": SENDER, "sender_step": VALUE_DTYPES.index(dtype)}
+    reference.decode(expected, layout, wanted, **senders)
+    backend.decode(wire, layout, got, **senders)
+    backend.decode(scattered.rows, layout, into.rows, **senders)
+    raw = [span.values for span in layout.spans if span.segment.quantizer is None]
+    for rows, what in ((got.cpu(), "decode"), (into.gathered(), "decode of scattered rows")):
+        exact = all(torch.equal(_words(rows[:, part]), _words(wanted[:, part])) for part in raw)
+        if not same_bits(rows, wanted) or (dtype == layout.dtype and not exact):
+            found.append(f"{what} to {name}")
+    if not into.gaps_are_untouched():
+        found.append(f"decode to {name} writes between rows")
+    # What is contiguous of a sum's rows is each row alone.
+    for rows, what in (
+        (wire, "decode_sum"),
+        (scattered.rows[:, 0], "decode_sum of scattered rows"),
+    ):
+        reference.decode_sum(rows.cpu(), layout, wanted[0], **factors)
+        backend.decode_sum(rows, layout, got[0], **factors)
+        if not same_bits(got[0].cpu(), wanted[0]):
+            found.append(f"{what} to {name}")
+    return found
+
+
+def _accumulate_mismatches(
+    backend: Backend,
+    layout: WireLayout,
+    values: torch.Tensor,
+    before: torch.Tensor,
+    device: torch.device,
+) -> list[str]:
+    """Of values in which whole blocks are zero, as where little has been learned."""
+    found = []
+    added = values.flip(1).clone()
+    added[:, added.shape[1] // 4 : added.shape[1] // 2] *= 0.0  # of both signs; not for NaN
+    sums, rows = added.clone(), added.to(device)
+    expected = torch.full_like(before, 0x5A)
+    wire = torch.full_like(before, 0xA5, device=device)
+    reference.accumulate(sums, layout, before, expected)
+    backend.accumulate(rows, layout, before.to(device), wire)
+    if not torch.equal(wire.cpu(), expected):
+        found.append("what accumulate encodes")
+    if not same_bits(rows.cpu(), sums):
+        found.append("accumulate")
+    return found
+
+
+def _difference_mismatches(
+    backend: Backend,
+    layout: WireLayout,
+    values: torch.Tensor,
+    before: torch.Tensor,
+    device: torch.device,
+) -> list[str]:
+    """Of each row: of what it was encoded from, moved a little, and of another one."""
+    found = []
+    for row, other in ((values[0], values[0].flip(0)), (values[0] * 1.01, values[0])):
+        expected = (other.clone(), torch.full_like(row, 3.0))
+        got = (other.to(device), torch.full_like(row, 5.0, device=device))
+        wanted = torch.full((len(layout.spans), 4), 7.0, dtype=torch.float64)
+        stats = torch.full_like(wanted, 9.0, device=device)
+        reference.difference(row, layout, before[0], *expected, wanted)
+        backend.difference(row.to(device), layout, before[0].to(device), *got, stats)
+        if not torch.equal(_words(got[0].cpu()), _words(row)):
+            found.append("what difference keeps")
+        if not same_bits(got[1].cpu(), expected[1]):
+            found.append("difference")
+        if not same_stats(stats.cpu(), wanted):
+            found.append("what difference counts")
+    return found
+
+
+def same_stats(stats: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether counts are equal, and sums of squares nearly; these only where float32 holds them."""
+    sums, wanted = stats[:, :2], expected[:, :2]
+    held = ((wanted > 1e-30) & (wanted < 1e30)) | (wanted == 0)
+    near = torch.isclose(sums, wanted, rtol=1e-4, atol=0.0)
+    return torch.equal(stats[:, 2:], expected[:, 2:]) and bool((near | ~held).all())
+
+
+class Scattered:
+    """Rows in two leading dimensions, in another order in memory and with gaps between them.
+
+    Attributes:
+        rows: a view (outer, inner, size) of a copy of (num_rows, size): row-major, it is the same.
+    """
+
+    def __init__(self, rows: torch.Tensor, device: torch.device, gap: int) -> None:
+        num_rows, self.size = rows.shape
+        outer = 2 if num_rows % 2 == 0 else 1
+        shape = num_rows // outer, outer, self.size + gap
+        self.memory = torch.ones(shape, dtype=rows.dtype, device=device)
+        self.rows = self.memory.transpose(0, 1)[..., : self.size]
+        self.rows.copy_(rows.unflatten(0, (outer, -1)))
+
+    def gathered(self) -> torch.Tensor:
+        """(num_rows, size) on the CPU."""
+        return self.rows.cpu().flatten(0, 1)
+
+    def gaps_are_untouched(self) -> bool:
+        """Whether nobody has written there."""
+        return bool((self.memory[..., self.size :] == 1).all())
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -116,7 +241,7 @@ def with_bits(form: Quantizer, bits: int, block_size: int = 1024) -> Quantizer:
 
 
 def example_layout(form: Quantizer, dtype: torch.dtype) -> WireLayout:
-    """Segments of several block sizes, short last blocks, full precision between them."""
+    """Segments of several block sizes, short last blocks, full precision between, maps of zeros."""
     parts = [
         Segment(2 * 1024 + 333, replace(form, block_size=1024)),
         Segment(77),
@@ -125,7 +250,7 @@ def example_layout(form: Quantizer, dtype: torch.dtype) -> WireLayout:
         Segment(0, replace(form, block_size=32)),
         Segment(1250, replace(form, block_size=96)),
     ]
-    return wire_layout(tuple(parts), dtype)
+    return wire_layout(tuple(parts), dtype, zeros=True)
 
 
 def example_values(num_rows: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -155,6 +280,7 @@ def example_values(num_rows: int, numel: int, dtype: torch.dtype) -> torch.Tenso
         for row in range(place % 2, num_rows, 2):
             part = rows[row, start : start + 100]
             part.copy_(kind.repeat(100)[: len(part)])
+    rows[:, 3300:3400] = 0.0  # all rows, so sums too
     return rows.to(dtype)
 
 
