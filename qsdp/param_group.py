@@ -93,6 +93,16 @@ class ParamGroup:
         return [cast or param.sharded_param.dtype for param in self._group.fsdp_params]
 
     @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """What gradients are reduced in; None for the dtype of the unsharded parameters."""
+        return self._group.mp_policy.reduce_dtype
+
+    @property
+    def weight_versions(self) -> tuple[int, ...]:
+        """Of each sharded parameter, how often torch has counted a change in place."""
+        return tuple(param._sharded_param_data._version for param in self._group.fsdp_params)
+
+    @property
     def holds_payload(self) -> list[bool]:
         """Which parameters are no plain tensors: a subclass packs what it likes."""
         locals_ = (param._sharded_local_tensor for param in self._group.fsdp_params)
