@@ -1,7 +1,7 @@
-// The native CPU backend: the operations of qsdp/kernels/reference.py and accumulate, same bytes.
+// The native CPU backend: the operations of qsdp/kernels/reference.py, same bytes.
 //
-// A plain C interface on raw pointers: no torch headers, no exceptions, and only accumulate
-// allocates. This file and the folder native/ are one translation unit. The kernels are written
+// A plain C interface on raw pointers: no torch headers, no exceptions; only accumulate and
+// difference allocate. This file and the folder native/ are one translation unit. The kernels are written
 // once, for vectors of LANES 32-bit lanes, and compiled here once per instruction set; the fastest
 // one that the machine runs is chosen at the first call.
 //
@@ -80,6 +80,7 @@ struct Isa {
   void (*encode)(const EncodeJob&, int64_t begin, int64_t end);
   void (*decode)(const DecodeJob&, int64_t begin, int64_t end);
   void (*accumulate)(const AccumulateJob&, int64_t begin, int64_t end);
+  void (*difference)(const DifferenceJob&, int64_t begin, int64_t end);
 };
 
 bool always() { return true; }
@@ -99,10 +100,11 @@ bool has_avx512() {
 // Best first.
 const Isa ISAS[] = {
 #if defined(__x86_64__)
-    {"avx512", has_avx512, avx512::encode, avx512::decode, avx512::accumulate},
-    {"avx2", has_avx2, avx2::encode, avx2::decode, avx2::accumulate},
+    {"avx512", has_avx512, avx512::encode, avx512::decode, avx512::accumulate, avx512::difference},
+    {"avx2", has_avx2, avx2::encode, avx2::decode, avx2::accumulate, avx2::difference},
 #endif
-    {"baseline", always, baseline::encode, baseline::decode, baseline::accumulate},
+    {"baseline", always, baseline::encode, baseline::decode, baseline::accumulate,
+     baseline::difference},
 };
 
 const Isa* forced = nullptr;
@@ -124,10 +126,12 @@ constexpr int64_t VALUES_PER_THREAD = 16384;
 // that bypass them save the read of every line before it is overwritten.
 constexpr int64_t STREAMING_BYTES = 4 << 20;
 
+// Runs `kernel` on 0 to `total`, values or stages, `per_thread` of them being worth a thread.
 template <class Job>
-void run(void (*kernel)(const Job&, int64_t, int64_t), const Job& job, int64_t total, int threads) {
+void run(void (*kernel)(const Job&, int64_t, int64_t), const Job& job, int64_t total, int threads,
+         int64_t per_thread = VALUES_PER_THREAD) {
   if (total == 0) return;  // no values: only padding, which the caller has written
-  const int64_t useful = minimum(threads, divide_up(total, VALUES_PER_THREAD));
+  const int64_t useful = minimum(threads, divide_up(total, per_thread));
 #ifdef _OPENMP
   if (useful > 1) {
 #pragma omp parallel num_threads(int(useful))
@@ -140,6 +144,13 @@ void run(void (*kernel)(const Job&, int64_t, int64_t), const Job& job, int64_t t
 #endif
   (void)useful;
   kernel(job, 0, total);
+}
+
+// Zeros behind what encoding writes of rows.
+void clear_padding(const Layout& layout, const Rows<uint8_t>& wire, int64_t num_rows) {
+  const int64_t rest = layout.row_bytes - layout.payload_bytes;
+  for (int64_t row = 0; rest && row < num_rows; row++)
+    memset(wire.at(row, layout.payload_bytes), 0, size_t(rest));
 }
 
 }  // namespace
@@ -165,26 +176,35 @@ int qsdp_set_isa(const char* name) {
   return 1;
 }
 
+// Rows have `inner` to a row of rows; steps of values count values, those of the wire bytes.
 void qsdp_encode(const Layout* layout, const char* values, uint8_t* wire, int64_t num_rows,
-                 int64_t first_row, uint64_t key, int64_t sender, int32_t dtype, int32_t threads) {
-  const int64_t rest = layout->row_bytes - layout->payload_bytes;
-  for (int64_t row = 0; rest && row < num_rows; row++)
-    memset(wire + row * layout->row_bytes + layout->payload_bytes, 0, size_t(rest));
-  const EncodeJob job{layout, values, wire, first_row, key, dtype, uint32_t(sender)};
+                 int64_t inner, int64_t values_outer, int64_t values_inner, int64_t wire_outer,
+                 int64_t wire_inner, int64_t first_row, uint64_t key, int64_t sender, int32_t dtype,
+                 int32_t threads) {
+  const int64_t item = item_size(dtype);
+  const EncodeJob job{layout,
+                      {values, inner, values_outer * item, values_inner * item},
+                      {wire, inner, wire_outer, wire_inner},
+                      first_row,
+                      key,
+                      dtype,
+                      uint32_t(sender)};
+  clear_padding(*layout, job.wire, num_rows);
   run(isa().encode, job, num_rows * layout->numel, threads);
 }
 
 // decode: num_outputs rows of one row each. decode_sum: one output of rows_per_output rows.
 void qsdp_decode(const Layout* layout, const uint8_t* wire, char* out, int64_t num_outputs,
-                 int64_t rows_per_output, float multiply, float divide, int64_t first_sender,
-                 int64_t sender_step, int32_t dtype, int32_t threads) {
-  const int64_t total = num_outputs * layout->numel;
-  const bool streaming = total * item_size(dtype) >= STREAMING_BYTES;
+                 int64_t rows_per_output, int64_t inner, int64_t wire_outer, int64_t wire_inner,
+                 int64_t out_outer, int64_t out_inner, float multiply, float divide,
+                 int64_t first_sender, int64_t sender_step, int32_t dtype, int32_t threads) {
+  const int64_t total = num_outputs * layout->numel, item = item_size(dtype);
+  const bool streaming = total * item >= STREAMING_BYTES;
   const bool plain =
       dtype == FLOAT32 && rows_per_output == 1 && multiply == 1.0f && divide == 1.0f;
   const DecodeJob job{layout,
-                      wire,
-                      out,
+                      {wire, inner, wire_outer, wire_inner},
+                      {out, inner, out_outer * item, out_inner * item},
                       rows_per_output,
                       multiply,
                       divide,
@@ -197,21 +217,28 @@ void qsdp_decode(const Layout* layout, const uint8_t* wire, char* out, int64_t n
 }
 
 void qsdp_accumulate(const Layout* layout, char* values, const uint8_t* before, uint8_t* wire,
-                     int64_t num_rows, int32_t dtype, int32_t threads) {
-  const int64_t rest = layout->row_bytes - layout->payload_bytes;
-  for (int64_t row = 0; rest && row < num_rows; row++)
-    memset(wire + row * layout->row_bytes + layout->payload_bytes, 0, size_t(rest));
-  const AccumulateJob job{layout, values, before, wire, dtype};
+                     int64_t num_rows, int64_t values_step, int64_t before_step, int64_t wire_step,
+                     int32_t dtype, int32_t threads) {
+  const AccumulateJob job{layout,
+                          {values, num_rows, 0, values_step * item_size(dtype)},
+                          {before, num_rows, 0, before_step},
+                          {wire, num_rows, 0, wire_step},
+                          dtype};
+  clear_padding(*layout, job.wire, num_rows);
   run(isa().accumulate, job, num_rows * layout->numel, threads);
 }
 
-// A bit for every 32 of `numel` values, set where all of them are zero.
-void qsdp_map_zeros(const char* values, int64_t numel, uint8_t* map, int32_t dtype,
-                    int32_t threads) {
-  if (dtype == FLOAT32)
-    map_zeros(reinterpret_cast<const uint32_t*>(values), numel, map, threads);
-  else
-    map_zeros(reinterpret_cast<const uint16_t*>(values), numel, map, threads);
+// `stats`: four numbers for each span.
+void qsdp_difference(const Layout* layout, const char* values, const uint8_t* before, char* sent,
+                     char* change, double* stats, int32_t dtype, int32_t threads) {
+  const int64_t stages = divide_up(layout->numel, STAGE), count = stages + layout->num_spans;
+  const std::unique_ptr<Partial[]> partials(new Partial[size_t(count)]);
+  const DifferenceJob job{layout, values, before, sent, change, partials.get(), dtype};
+  run(isa().difference, job, stages, threads, VALUES_PER_THREAD / STAGE);
+  memset(stats, 0, size_t(layout->num_spans) * sizeof(Partial::stats));
+  for (int64_t i = 0; i < count; i++)
+    for (int k = 0; k < 4 && partials[i].segment >= 0; k++)
+      stats[partials[i].segment * 4 + k] += partials[i].stats[k];
 }
 
 }  // extern "C"

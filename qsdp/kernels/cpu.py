@@ -21,7 +21,7 @@ from qsdp.wire import Span, WireLayout
 NAME = "cpu"
 
 LIBRARY = Path(__file__).with_name("_cpu.so")
-ABI = 5  # of cpu.cpp; a library with another number was left over from another version
+ABI = 6  # of cpu.cpp; a library with another number was left over from another version
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ROUNDINGS = CHOICES["rounding"]  # in the order of cpu.cpp's numbers
@@ -46,6 +46,7 @@ class _Span(ctypes.Structure):
         ("levels", c_void_p),
         ("level_tree", c_void_p),
         ("level_codes", c_void_p),
+        ("map_offset", c_int64),
     ]
 
 
@@ -65,6 +66,7 @@ class _Table(NamedTuple):
 
     address: int
     has_raw: bool
+    has_maps: bool
     alive: tuple[Any, ...]  # what the address, and the id under which the table is kept, refer to
 
 
@@ -105,20 +107,22 @@ def encode(
 ) -> None:
     """See :func:`qsdp.kernels.reference.encode`."""
     table = _table(layout)
-    num_rows = values.shape[0]
-    _check(values, (num_rows, layout.numel))
-    _check(wire, (num_rows, layout.row_bytes))
+    num_rows, inner, steps, wire_steps = _rows(values, layout.numel, wire, layout.row_bytes)
+    dtype = values.dtype
     assert wire.dtype == torch.uint8
-    assert not table.has_raw or values.dtype == layout.dtype
+    assert not table.has_raw or dtype == layout.dtype
     _library().qsdp_encode(
         table.address,
         values.data_ptr(),
         wire.data_ptr(),
         num_rows,
+        inner,
+        *steps,
+        *wire_steps,
         first_row,
         key,
         sender,
-        _DTYPES[values.dtype],
+        _DTYPES[dtype],
         torch.get_num_threads(),
     )
 
@@ -132,9 +136,11 @@ def decode(
     sender_step: int = 1,
 ) -> None:
     """See :func:`qsdp.kernels.reference.decode`."""
-    num_rows = wire.shape[0]
-    _check(values, (num_rows, layout.numel))
-    _decode(wire, layout, values, num_rows, 1, 1.0, 1.0, first_sender, sender_step)
+    num_rows, inner, steps, wire_steps = _rows(values, layout.numel, wire, layout.row_bytes)
+    _decode(
+        *(wire, layout, values, num_rows, 1, inner, wire_steps, steps),
+        *(1.0, 1.0, first_sender, sender_step),
+    )
 
 
 def decode_sum(
@@ -146,10 +152,13 @@ def decode_sum(
     divide: float = 1.0,
 ) -> None:
     """See :func:`qsdp.kernels.reference.decode_sum`."""
-    num_rows = wire.shape[0]
+    num_rows, step = _matrix(wire, layout.row_bytes)
     assert num_rows >= 1
-    _check(out, (layout.numel,))
-    _decode(wire, layout, out, 1, num_rows, multiply, divide, 0, 1)
+    _check(out, layout.numel)
+    _decode(
+        *(wire, layout, out, 1, num_rows, num_rows, (0, step), (0, 0)),
+        *(multiply, divide, 0, 1),
+    )
 
 
 def accumulate(
@@ -157,34 +166,50 @@ def accumulate(
 ) -> None:
     """See :func:`qsdp.kernels.reference.accumulate_by`; in one pass over memory."""
     table = _table(layout)
-    num_rows = values.shape[0]
-    _check(values, (num_rows, layout.numel))
+    num_rows, step = _matrix(values, layout.numel)
+    steps = [step]
     for rows in (before, wire):
-        _check(rows, (num_rows, layout.row_bytes))
-        assert rows.dtype == torch.uint8
-    assert not table.has_raw or values.dtype == layout.dtype
+        assert rows.dtype == torch.uint8 and len(rows) == num_rows
+        steps.append(_matrix(rows, layout.row_bytes)[1])
+    assert not table.has_maps and (not table.has_raw or values.dtype == layout.dtype)
     _library().qsdp_accumulate(
         table.address,
         values.data_ptr(),
         before.data_ptr(),
         wire.data_ptr(),
         num_rows,
+        *steps,
         _DTYPES[values.dtype],
         torch.get_num_threads(),
     )
 
 
-def map_zeros(values: torch.Tensor, maps: torch.Tensor) -> None:
-    """See :func:`qsdp.kernels.reference.map_zeros`."""
-    assert maps.dtype == torch.uint8 and values.stride(1) == 1 and values.device.type == "cpu"
-    for row, into in zip(values, maps, strict=True):
-        _library().qsdp_map_zeros(
-            row.data_ptr(),
-            row.numel(),
-            into.data_ptr(),
-            _DTYPES[values.dtype],
-            torch.get_num_threads(),
-        )
+def difference(
+    values: torch.Tensor,
+    layout: WireLayout,
+    before: torch.Tensor,
+    sent: torch.Tensor,
+    change: torch.Tensor,
+    stats: torch.Tensor,
+) -> None:
+    """See :func:`qsdp.kernels.reference.difference_by`; in one pass over memory."""
+    table = _table(layout)
+    for each in (values, sent, change):
+        _check(each, layout.numel)
+        assert each.dtype == layout.dtype
+    _check(before, layout.row_bytes)
+    _check(stats.view(-1), 4 * len(layout.spans))
+    assert before.dtype == torch.uint8 and stats.dtype == torch.float64 and not table.has_maps
+    _library().qsdp_difference(
+        table.address,
+        values.data_ptr(),
+        before.data_ptr(),
+        sent.data_ptr(),
+        change.data_ptr(),
+        stats.data_ptr(),
+        _DTYPES[values.dtype],
+        torch.get_num_threads(),
+    )
 
 
 def _decode(
@@ -193,12 +218,14 @@ def _decode(
     out: torch.Tensor,
     num_outputs: int,
     rows_per_output: int,
+    inner: int,
+    wire_steps: tuple[int, int],
+    steps: tuple[int, int],
     multiply: float,
     divide: float,
     first_sender: int,
     sender_step: int,
 ) -> None:
-    _check(wire, (num_outputs * rows_per_output, layout.row_bytes))
     assert wire.dtype == torch.uint8
     _library().qsdp_decode(
         _table(layout).address,
@@ -206,6 +233,9 @@ def _decode(
         out.data_ptr(),
         num_outputs,
         rows_per_output,
+        inner,
+        *wire_steps,
+        *steps,
         multiply,
         divide,
         first_sender,
@@ -215,9 +245,41 @@ def _decode(
     )
 
 
-def _check(tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    assert tensor.device.type == "cpu" and tensor.is_contiguous(), tensor.device
-    assert tensor.shape == shape, (tensor.shape, shape)
+# Strides of dimensions of one element or of none may be anything: they are not used, or not read.
+
+
+def _rows(
+    values: torch.Tensor, numel: int, wire: torch.Tensor, row_bytes: int
+) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
+    """How many rows there are, how many in the inner dimension, and the steps of both tensors.
+
+    Steps are from row of rows to row of rows, and from row to row.
+    """
+    if values.ndim == 2:
+        (num_rows, step), (num_wires, wire_step) = _matrix(values, numel), _matrix(wire, row_bytes)
+        assert num_rows == num_wires, (values.shape, wire.shape)
+        return num_rows, num_rows, (0, step), (0, wire_step)
+    outer, inner, size = values.shape
+    assert (size, wire.shape) == (numel, (outer, inner, row_bytes)), (values.shape, wire.shape)
+    assert values.is_cpu and wire.is_cpu
+    outer_step, step, one = values.stride()
+    outer_wire_step, wire_step, one_byte = wire.stride()
+    assert (one == 1 or size <= 1) and (one_byte == 1 or row_bytes <= 1)
+    return outer * inner, inner, (outer_step, step), (outer_wire_step, wire_step)
+
+
+def _matrix(tensor: torch.Tensor, size: int) -> tuple[int, int]:
+    """How many rows of ``size`` contiguous elements a matrix has, and the step from row to row."""
+    num_rows, columns = tensor.shape
+    step, one = tensor.stride()
+    assert tensor.is_cpu and columns == size, (tensor.device, tensor.shape, size)
+    assert one == 1 or size <= 1
+    return num_rows, step
+
+
+def _check(tensor: torch.Tensor, size: int) -> None:
+    """A vector of this size."""
+    assert tensor.is_cpu and tensor.is_contiguous() and tensor.shape == (size,), tensor.shape
 
 
 # By identity: hashing a layout costs more than encoding a small one. A table keeps its layout
@@ -236,7 +298,8 @@ def _table(layout: WireLayout) -> _Table:
 
 def _build_table(layout: WireLayout) -> _Table:
     # Empty segments have nothing on the wire, but count for the random counter: they stay.
-    spans = (_Span * len(layout.spans))(*map(_span, layout.spans))
+    maps = layout.zero_maps or (None,) * len(layout.spans)
+    spans = (_Span * len(layout.spans))(*map(_span, layout.spans, maps))
     header = _Layout(
         ctypes.addressof(spans),
         len(spans),
@@ -248,14 +311,15 @@ def _build_table(layout: WireLayout) -> _Table:
     quantizers = [segment.quantizer for segment in layout.segments]
     levels = [_level_tables(q.levels) for q in quantizers if q is not None and q.levels]
     has_raw = any(quantizer is None for quantizer in quantizers)
-    return _Table(ctypes.addressof(header), has_raw, (layout, header, spans, levels))
+    alive = (layout, header, spans, levels)
+    return _Table(ctypes.addressof(header), has_raw, any(maps), alive)
 
 
-def _span(span: Span) -> _Span:
+def _span(span: Span, zero_map: slice | None) -> _Span:
     quantizer = span.segment.quantizer
     place = (span.segment.numel, span.value_offset, span.meta_offset, span.data_offset)
     if quantizer is None:
-        return _Span(*place, 1)  # zero bits: full precision
+        return _Span(*place, 1, map_offset=-1)  # zero bits: full precision
     tables: list[int | None] = [None, None, None]
     if quantizer.levels is not None:
         tables = [table.data_ptr() for table in _level_tables(quantizer.levels)]
@@ -269,6 +333,7 @@ def _span(span: Span) -> _Span:
         quantizer.scale_dtype == "bfloat16",
         quantizer.transform == "hadamard",
         *tables,
+        -1 if zero_map is None else zero_map.start,
     )
 
 
@@ -308,18 +373,16 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     pointer, size = c_void_p, c_int64
     library.qsdp_isa.restype = c_char_p
     library.qsdp_set_isa.argtypes = (c_char_p,)
-    library.qsdp_encode.argtypes = (
-        *(pointer, pointer, pointer, size, size),
-        *(c_uint64, size, c_int32, c_int32),
-    )
-    library.qsdp_encode.restype = None
-    library.qsdp_decode.argtypes = (
-        *(pointer, pointer, pointer, size, size),
-        *(c_float, c_float, size, size, c_int32, c_int32),
-    )
-    library.qsdp_decode.restype = None
-    library.qsdp_accumulate.argtypes = (pointer,) * 4 + (size, c_int32, c_int32)
-    library.qsdp_accumulate.restype = None
-    library.qsdp_map_zeros.argtypes = (pointer, size, pointer, c_int32, c_int32)
-    library.qsdp_map_zeros.restype = None
+    signatures = {
+        "encode": (*(pointer,) * 3, *(size,) * 7, c_uint64, size, c_int32, c_int32),
+        "decode": (
+            *(*(pointer,) * 3, *(size,) * 7),
+            *(c_float, c_float, size, size, c_int32, c_int32),
+        ),
+        "accumulate": (*(pointer,) * 4, *(size,) * 4, c_int32, c_int32),
+        "difference": (*(pointer,) * 6, c_int32, c_int32),
+    }
+    for name, types in signatures.items():
+        function = getattr(library, f"qsdp_{name}")
+        function.argtypes, function.restype = types, None
     return library, ""

@@ -160,80 +160,23 @@ INLINE void decode_tile(const Tile& tile, const uint8_t* wire_meta, const uint8_
   }
 }
 
-// The same for a tile of a full-precision segment.
-template <class T>
-INLINE void widen_tile(const char* x, int64_t n, bool first, float* sum) {
-  char padded[LANES * T::SIZE];
-  for (int64_t i = 0; i < n; i += LANES) {
-    const char* from = x + i * T::SIZE;
-    if (n - i < LANES) from = pad<T>(from, n - i, padded, LANES);
-    const Floats value = T::get(from);
-    store(sum + i, first ? value : load<Floats>(sum + i) + value);
-  }
-}
-
-INLINE void widen_tile(int32_t dtype, const char* x, int64_t n, bool first, float* sum) {
-  if (dtype == FLOAT32) return widen_tile<Float32>(x, n, first, sum);
-  if (dtype == BFLOAT16) return widen_tile<Bfloat16>(x, n, first, sum);
-  widen_tile<Float16>(x, n, first, sum);
-}
-
-// Writes `n` values from `sum` to `out` in its dtype.
-template <class T>
-INLINE void write_tile(const float* sum, int64_t n, char* out) {
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) T::put(load<Floats>(sum + i), out + i * T::SIZE);
-  if (i == n) return;
-  char padded[LANES * T::SIZE];
-  T::put(load<Floats>(sum + i), padded);
-  memcpy(out + i * T::SIZE, padded, size_t((n - i) * T::SIZE));
-}
-
-// The same for float32, past the caches. Whole cache lines only: a line written in part costs more.
-INLINE void stream_tile(const float* sum, int64_t n, char* out) {
-  constexpr int LINE = 64 / sizeof(float);
-  const int64_t head = minimum(n, int64_t(-(reinterpret_cast<uintptr_t>(out) / 4) % LINE));
-  write_tile<Float32>(sum, head, out);
-  int64_t i = head;
-  for (; i + LINE <= n; i += LINE)
-    for (int k = 0; k < LINE; k += LANES) stream(out + 4 * (i + k), load<Floats>(sum + i + k));
-  write_tile<Float32>(sum + i, n - i, out + i * 4);
-}
-
-// What was finite stays so: its error may have taken it past the largest float16.
-INLINE void limit_to_float16(float* sum, int64_t n) {
-  constexpr float LARGEST = 65504.0f;
-  for (int64_t i = 0; i < n; i += LANES) {
-    const Floats x = load<Floats>(sum + i);
-    const Floats limited = greater(all(-LARGEST), smaller(all(LARGEST), x));
-    store(sum + i, x - x == Floats{} ? limited : x);
-  }
-}
-
-INLINE void finish_tile(const DecodeJob& job, bool quantized, float* sum, int64_t n, char* out) {
-  if (job.multiply != 1.0f || job.divide != 1.0f)
-    for (int64_t i = 0; i < n; i += LANES)
-      store(sum + i, load<Floats>(sum + i) * job.multiply / job.divide);
-  if (job.dtype == BFLOAT16) return write_tile<Bfloat16>(sum, n, out);
-  if (job.dtype == FLOAT16) {
-    if (quantized) limit_to_float16(sum, n);
-    return write_tile<Float16>(sum, n, out);
-  }
-  if (job.streaming && reinterpret_cast<uintptr_t>(out) % 4 == 0) return stream_tile(sum, n, out);
-  write_tile<Float32>(sum, n, out);
-}
+// A segment's place in one output: the first row that is added up there, and where its values go,
+// in bytes from the start of all.
+struct Place {
+  int64_t output;
+  const uint8_t* row;
+  int64_t out;
+};
 
 // A tile of a segment, for one output; of a full-precision segment too, as block 0.
-INLINE void decode_one(const DecodeJob& job, int64_t output, Tile tile, int64_t code_bytes) {
+INLINE void decode_one(const DecodeJob& job, const Place& place, Tile tile, int64_t code_bytes,
+                       char* out) {
   const Layout& layout = *job.layout;
   const Span& span = tile.span;
-  const int64_t value = span.value_offset + tile.block * span.block_size + tile.at;
-  char* out = job.out + (output * layout.numel + value - job.first) * item_size(job.dtype);
-  const uint8_t* row = job.wire + output * job.rows_per_output * layout.row_bytes;
-  const uint8_t* codes = row + span.data_offset + tile.block * code_bytes;
-  const uint8_t* meta = row + span.meta_offset + tile.block * meta_bytes(span);
+  const uint8_t* codes = place.row + span.data_offset + tile.block * code_bytes;
+  const uint8_t* meta = place.row + span.meta_offset + tile.block * meta_bytes(span);
   const auto sender = [&](int64_t i) {
-    return job.first_sender + uint32_t(output * job.rows_per_output + i) * job.sender_step;
+    return job.first_sender + uint32_t(place.output * job.rows_per_output + i) * job.sender_step;
   };
   tile.sender = sender(0);
   const bool aligned = reinterpret_cast<uintptr_t>(out) % 64 == 0;
@@ -243,37 +186,48 @@ INLINE void decode_one(const DecodeJob& job, int64_t output, Tile tile, int64_t 
   }
   alignas(64) float sum[TILE];
   for (int64_t i = 0; i < job.rows_per_output; i++) {
-    const int64_t skip = i * layout.row_bytes;
+    const int64_t skip = i * job.wire.inner_step;
     tile.sender = sender(i);
     if (span.bits)
       decode_tile(tile, meta + skip, codes + skip, i ? Sink::ADD : Sink::WRITE,
                   span.rotated && i == job.rows_per_output - 1, reinterpret_cast<char*>(sum));
     else
       widen_tile(layout.dtype,
-                 reinterpret_cast<const char*>(row + span.data_offset + skip) +
-                     tile.at * item_size(layout.dtype),
+                 reinterpret_cast<const char*>(codes + skip) + tile.at * item_size(layout.dtype),
                  tile.n, i == 0, sum);
   }
   finish_tile(job, span.bits, sum, tile.n, out);
+}
+
+// The same, and zeros where all rows have zeros.
+INLINE void decode_and_clear(const DecodeJob& job, const Place& place, const Tile& tile,
+                             int64_t code_bytes) {
+  const Span& span = tile.span;
+  const int64_t from = tile.block * span.block_size + tile.at, item = item_size(job.dtype);
+  char* out = job.out.start + (place.out + from * item);
+  decode_one(job, place, tile, code_bytes, out);
+  if (span.map_offset >= 0)
+    write_zeros(place.row + span.map_offset, job.rows_per_output, job.wire.inner_step, from, tile.n,
+                item, out);
 }
 
 void decode(const DecodeJob& job, int64_t begin, int64_t end) {
   const Layout& layout = *job.layout;
   for_blocks(layout, begin, end, [&](int64_t output, int64_t index, int64_t first, int64_t last) {
     const Span& span = layout.spans[index];
-    const int64_t size = span.block_size;
+    const int64_t size = span.block_size, item = item_size(job.dtype);
     const uint32_t segment = uint32_t(index);
     const Planes full(span.bits, size), rest(span.bits, span.numel % size);
+    const Place place = {output, job.wire.at(output * job.rows_per_output, 0),
+                         job.out.offset(output, span.value_offset * item)};
     if (!span.bits && job.exact()) {
-      const int64_t item = item_size(job.dtype);
-      memcpy(job.out + (output * layout.numel + span.value_offset + first - job.first) * item,
-             job.wire + output * layout.row_bytes + span.data_offset + first * item,
+      memcpy(job.out.start + (place.out + first * item), place.row + span.data_offset + first * item,
              size_t((last - first) * item));
       return;
     }
     if (!span.bits) {
       for (int64_t at = first; at < last; at += TILE)
-        decode_one(job, output, {span, full, 0, segment, at, minimum(last - at, TILE)}, 0);
+        decode_and_clear(job, place, {span, full, 0, segment, at, minimum(last - at, TILE)}, 0);
       return;
     }
     const bool whole_chunks = size % CHUNK == 0;  // or one block would write into the next
@@ -284,8 +238,9 @@ void decode(const DecodeJob& job, int64_t begin, int64_t end) {
       const int64_t n = minimum(count * size, left);
       const Planes& planes = n < size ? rest : full;
       for (int64_t at = 0; at < n; at += TILE)
-        decode_one(job, output,
-                   {span, planes, uint32_t(block), segment, at, minimum(n - at, TILE)}, full.bytes);
+        decode_and_clear(job, place,
+                         {span, planes, uint32_t(block), segment, at, minimum(n - at, TILE)},
+                         full.bytes);
       block += count;
     }
   });

@@ -47,4 +47,12 @@ INLINE void for_blocks(const Layout& layout, int64_t begin, int64_t end, const B
   }
 }
 
+// Values of the longest block, and at least 1.
+INLINE int64_t longest_block(const Layout& layout) {
+  int64_t longest = 1;
+  for (int64_t i = 0; i < layout.num_spans; i++)
+    if (layout.spans[i].bits) longest = maximum(longest, layout.spans[i].block_size);
+  return longest;
+}
+
 }  // namespace

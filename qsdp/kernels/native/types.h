@@ -12,7 +12,7 @@
 namespace {
 
 // Bumped whenever Span, Layout or a signature in cpu.cpp changes: cpu.py refuses a stale library.
-constexpr int ABI = 5;
+constexpr int ABI = 6;
 
 enum Dtype : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
 enum Rounding : int32_t { NEAREST, STOCHASTIC, SHIFT, DITHER };
@@ -30,6 +30,7 @@ struct Span {
   const float* levels;         // 2^bits numbers, or null for the uniform grid
   const int32_t* level_tree;   // thresholds as quantize_few_levels wants them, up to 4 bits
   const uint8_t* level_codes;  // the code of each of the 65537 positions, from 5 bits on
+  int64_t map_offset;          // of the map of zeros; negative: there is none
 };
 
 struct Layout {
@@ -38,10 +39,25 @@ struct Layout {
   int32_t dtype;  // of full-precision segments
 };
 
+// Rows in memory, of one or two leading dimensions; they count in row-major order. Steps are bytes.
+template <class Byte>
+struct Rows {
+  Byte* start;
+  int64_t inner, outer_step, inner_step;  // rows of the inner dimension, from row to row
+  int64_t skipped = 0;                    // bytes before `start` that are not there
+
+  // Offset from `start` of byte `byte` of a row.
+  int64_t offset(int64_t row, int64_t byte) const {
+    const int64_t outer = row < inner ? 0 : row / inner;
+    return outer * outer_step + (row - outer * inner) * inner_step + byte - skipped;
+  }
+  Byte* at(int64_t row, int64_t byte) const { return start + offset(row, byte); }
+};
+
 struct EncodeJob {
   const Layout* layout;
-  const char* values;
-  uint8_t* wire;
+  Rows<const char> values;
+  Rows<uint8_t> wire;
   int64_t first_row;
   uint64_t key;
   int32_t dtype;
@@ -51,15 +67,14 @@ struct EncodeJob {
 // Sums of `rows_per_output` rows each: decode has one row an output.
 struct DecodeJob {
   const Layout* layout;
-  const uint8_t* wire;
-  char* out;
+  Rows<const uint8_t> wire;
+  Rows<char> out;
   int64_t rows_per_output;
   float multiply, divide;
   int32_t dtype;
   bool streaming;  // past the caches, where the output is float32
   bool plain;      // the output is float32, nothing is summed, multiplied or divided
   uint32_t first_sender, sender_step;  // of the rows
-  int64_t first = 0;  // flat index of the value that `out` starts with
 
   // Full-precision segments keep their bits: nothing is computed.
   bool exact() const {
@@ -70,14 +85,31 @@ struct DecodeJob {
 // Values, what `before` holds of them added; encoded to `wire`, and what that holds of them.
 struct AccumulateJob {
   const Layout* layout;
-  char* values;
+  Rows<char> values;
+  Rows<const uint8_t> before;
+  Rows<uint8_t> wire;
+  int32_t dtype;
+};
+
+// Of a part of a segment: what `stats` has of segments in reference.py.
+struct Partial {
+  int64_t segment = -1;
+  double stats[4] = {};
+};
+
+// `change`: what `values` differ by from what `before` holds; `sent` becomes `values`. One row.
+struct DifferenceJob {
+  const Layout* layout;
+  const char* values;
   const uint8_t* before;
-  uint8_t* wire;
+  char *sent, *change;
+  Partial* partials;  // see difference.h
   int32_t dtype;
 };
 
 constexpr int CHUNK = 128;  // values quantized or unpacked together: one stretch of random bits
 constexpr int TILE = 1024;  // values decoded together: their float32 sum stays in L1
+constexpr int STAGE = 8192;  // values that go through decoding and what follows it while in L2
 
 constexpr float FRACTION = 65536.0f;
 constexpr float MAX_FLOAT = 0x1.fffffep127f;

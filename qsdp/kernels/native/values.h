@@ -7,12 +7,14 @@ namespace QSDP_NAMESPACE {
 
 struct Float32 {
   static constexpr int SIZE = 4;
+  typedef uint32_t Bits;
   static INLINE Floats get(const char* from) { return load<Floats>(from); }
   static INLINE void put(Floats x, char* to) { store(to, x); }
 };
 
 struct Bfloat16 {
   static constexpr int SIZE = 2;
+  typedef uint16_t Bits;
   static INLINE Floats get(const char* from) { return (Floats)(widen_halves(from) << 16); }
   static INLINE void put(Floats x, char* to) {
     const Words bits = (Words)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -22,6 +24,7 @@ struct Bfloat16 {
 
 struct Float16 {
   static constexpr int SIZE = 2;
+  typedef uint16_t Bits;
   static INLINE Floats get(const char* from) { return float16_to_float(from); }
   static INLINE void put(Floats x, char* to) { float_to_float16(x, to); }
 };

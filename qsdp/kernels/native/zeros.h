@@ -1,5 +1,5 @@
-// Which groups of values are all zero: the map of zeros in qsdp/wire.py. Written once for all
-// instruction sets: it is as fast as memory.
+// Which values are zero: the map of zeros in qsdp/wire.py, forth and back. Written once for all
+// instruction sets: of values that are not zero, hardly any is looked at.
 
 #pragma once
 
@@ -7,32 +7,62 @@
 
 namespace {
 
-constexpr int ZERO_GROUP = 32;  // values that share a bit
+constexpr int ZERO_GROUP = 32;               // values that share a bit
+constexpr int MAP_VALUES = 8 * ZERO_GROUP;  // and a byte
 
-// Bits of eight groups from value `at` on. Zeros of both signs count, so the sign bit does not.
 template <class Word>
-uint8_t zero_groups(const Word* x, int64_t at, int64_t numel) {
-  constexpr Word MAGNITUDE = Word(~Word(0)) >> 1;
-  uint8_t bits = 0;
-  for (int group = 0; group < 8 && at < numel; group++, at += ZERO_GROUP) {
-    Word any = 0;
-    if (at + ZERO_GROUP <= numel)
-      for (int i = 0; i < ZERO_GROUP; i++) any |= x[at + i];
-    else
-      for (int64_t i = at; i < numel; i++) any |= x[i];
-    bits |= uint8_t((any & MAGNITUDE) == 0) << group;
-  }
-  return bits;
+INLINE Word word_at(const char* x, int64_t i) {
+  Word word;
+  memcpy(&word, x + i * int64_t(sizeof(Word)), sizeof(Word));
+  return word;
 }
 
+// Whether `n` > 0 values, floats whose bits are Words, are zero. Zeros of both signs count, so the
+// sign bit does not.
 template <class Word>
-void map_zeros(const Word* x, int64_t numel, uint8_t* map, int threads) {
-  const int64_t bytes = divide_up(numel, 8 * ZERO_GROUP);
-#ifdef _OPENMP
-#pragma omp parallel for num_threads(threads) if (threads > 1 && bytes > 256)
-#endif
-  for (int64_t i = 0; i < bytes; i++) map[i] = zero_groups(x, 8 * ZERO_GROUP * i, numel);
-  (void)threads;
+INLINE bool all_zero(const char* x, int64_t n) {
+  constexpr Word MAGNITUDE = Word(~Word(0)) >> 1;
+  if (word_at<Word>(x, 0) & MAGNITUDE) return false;  // as nearly always
+  for (int64_t at = 0; at < n; at += ZERO_GROUP) {
+    Word any = 0;
+    if (at + ZERO_GROUP <= n)
+      for (int i = 0; i < ZERO_GROUP; i++) any |= word_at<Word>(x, at + i);
+    else
+      for (int64_t i = at; i < n; i++) any |= word_at<Word>(x, i);
+    if (any & MAGNITUDE) return false;
+  }
+  return true;
+}
+
+// Writes those bytes of a segment's map that start with values `from` to `to` of the segment; the
+// groups of the last byte may lie behind these. `x`: all `numel` values.
+template <class Word>
+INLINE void map_zeros(const char* x, int64_t numel, int64_t from, int64_t to, uint8_t* map) {
+  for (int64_t byte = divide_up(from, MAP_VALUES); byte * MAP_VALUES < to; byte++) {
+    uint8_t bits = 0;
+    for (int group = 0; group < 8; group++) {
+      const int64_t at = byte * MAP_VALUES + group * ZERO_GROUP;
+      if (at >= numel) break;
+      const int64_t n = minimum(ZERO_GROUP, numel - at);
+      bits |= uint8_t(all_zero<Word>(x + at * int64_t(sizeof(Word)), n)) << group;
+    }
+    map[byte] = bits;
+  }
+}
+
+// Zeros to those of `n` values of `item` bytes each whose groups' bits are set in all of `count`
+// maps, `step` bytes apart. `out` is value `from` of the segment, a multiple of ZERO_GROUP.
+INLINE void write_zeros(const uint8_t* map, int64_t count, int64_t step, int64_t from, int64_t n,
+                        int64_t item, char* out) {
+  for (int64_t byte = from / MAP_VALUES; byte * MAP_VALUES < from + n; byte++) {
+    uint8_t bits = map[byte];
+    for (int64_t i = 1; bits && i < count; i++) bits &= map[byte + i * step];
+    for (int group = 0; bits >> group; group++) {
+      const int64_t at = byte * MAP_VALUES + group * ZERO_GROUP - from;
+      if (bits >> group & 1 && at >= 0 && at < n)
+        memset(out + at * item, 0, size_t(minimum(ZERO_GROUP, n - at) * item));
+    }
+  }
 }
 
 }  // namespace
