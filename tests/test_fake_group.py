@@ -1,0 +1,75 @@
+"""FSDP2 with qsdp on torch's fake process group: one rank's work without any other rank.
+
+`benchmarks/gpu` measures on it what one GPU can show; here the same code runs on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import qsdp
+from benchmarks.gpu.fake import RANK, HostReads, fake_ranks
+from benchmarks.gpu.models import TINY, gpt, quantize, shard
+from benchmarks.gpu.steps import CONFIGURATIONS, Run, format_times, measure, never_waits, prepare
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def eight_ranks() -> Iterator[None]:
+    with fake_ranks(8):
+        yield
+
+
+@pytest.mark.parametrize("name", [*CONFIGURATIONS, "w3g3"])
+def test_steps_run(name: str) -> None:
+    run = prepare(name, TINY, 2, CPU)
+    assert dist.get_world_size() == 8 and dist.get_rank() == RANK
+    assert math.isfinite(run.step().item())
+    if name != "stock":
+        # A step gathers the root once and each block twice; differences move nothing in backward.
+        stats = qsdp.comm_stats(run.model, reset=True)
+        run.step()
+        stats = qsdp.comm_stats(run.model)
+        assert stats.sent > 0 and stats.ratio > (2.0 if name == "w8g8" else 5.0)
+
+
+def test_two_levels_run() -> None:
+    """Groups of nodes are made on the fake group, too."""
+    model = gpt(TINY, CPU)
+    shard(model, CPU)
+    quantize(model, "w8g8", ranks_per_node=4)
+    tokens = torch.zeros(2, TINY.sequence + 1, dtype=torch.long)
+    model(tokens).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["stock", "w8g8"])
+def test_nothing_is_read_from_the_device_in_a_step(name: str) -> None:
+    run = prepare(name, TINY, 2, CPU)
+    with HostReads() as reads:
+        run.backward()
+    assert not reads.found
+
+
+def test_reads_are_counted_by_place() -> None:
+    with HostReads() as reads:
+        values = torch.ones(3)
+        assert values.sum().item() == 3 and not torch.equal(values, values + 1)
+        values[values > 0] = 0
+    assert {name.split()[0] for name in reads.found} >= {"_local_scalar_dense", "equal"}
+    assert sum(reads.found.values()) == 3
+
+
+def test_what_is_measured() -> None:
+    run = prepare("w8g8", TINY, 2, CPU)
+    times = measure(run, CPU, 2)
+    assert 0 < times.host <= times.step and times.peak is None
+    assert "reads of values" in never_waits(run, CPU)
+    assert "w8g8" in format_times({run.name: times})
+    assert isinstance(run, Run)
