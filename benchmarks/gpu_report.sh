@@ -1,28 +1,16 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: compare the compiled Triton kernels with the reference, measure them,
-# and keep the dated report. Run from anywhere:
+# The report of a machine with a GPU: kernels against the reference, bandwidth, FSDP2 steps, ranks
+# as threads, NCCL, sanitizers, losses. Runs from a copy of the tree, nothing installed:
 #
-#     bash benchmarks/gpu_report.sh
+#     OUT=folder bash benchmarks/gpu_report.sh [--parts 1,3] [--device cpu] [--seconds 570]
 #
-# PYTHON names the interpreter that has torch with CUDA, Triton and pytest (default: .venv, else
-# python3); arguments go to the benchmark (--mib 256 on a small GPU).
+# PYTHON names the interpreter that has torch with CUDA and Triton (default: .venv, else python3).
+# The folder gets report.txt, summary.txt and traces; without OUT it is one in benchmarks/results.
 set -euo pipefail
+OUT="$(realpath -m "${OUT:-$(dirname "$0")/results/gpu-$(date -u +%Y-%m-%d)}")"
 cd "$(dirname "$0")/.."
 if [[ -z ${PYTHON:-} ]]; then
     PYTHON=python3
     [[ -x .venv/bin/python ]] && PYTHON=.venv/bin/python
 fi
-"$PYTHON" -c 'import torch; assert torch.cuda.is_available(), "torch sees no CUDA device"'
-
-report="benchmarks/results/gpu-$(date -u +%Y-%m-%d).txt"
-checked="$(mktemp)"
-trap 'rm -f "$checked"' EXIT
-unset TRITON_INTERPRET
-"$PYTHON" -m qsdp.check | tee "$checked"
-"$PYTHON" -m pytest tests/test_kernels_triton.py -q | tee -a "$checked"
-"$PYTHON" -m benchmarks.kernel_peers --device cuda --bars --out "$report" "$@"
-{
-    printf '\nThe comparison before:\n\n'
-    cat "$checked"
-} >>"$report"
-printf 'report: %s\n' "$report"
+PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" exec "$PYTHON" -m benchmarks.gpu --out "$OUT" "$@"
