@@ -24,7 +24,7 @@ from random import Random
 import torch
 
 from qsdp.kernels import build, cpu, reference
-from qsdp.kernels.compare import same_bits
+from qsdp.kernels.compare import same_bits, same_stats
 from qsdp.quantizer import MAX_BITS, MIN_BITS, every_format
 from qsdp.wire import VALUE_DTYPES, Segment, WireLayout, wire_layout
 
@@ -37,7 +37,7 @@ GUARD, GUARD_BYTES = 0xA5, 64
 # What a stretch of values is made of. float32 bit patterns have 23 bits of mantissa.
 KINDS = (
     *("normal", "any bits", "finite bits", "denormal", "tiny range", "huge", "constant"),
-    *("zeros", "one special", "neighbours", "few values", "overflowing sum"),
+    *("zeros", "holes", "one special", "neighbours", "few values", "overflowing sum"),
 )
 
 
@@ -59,6 +59,8 @@ class Case:
     multiply: float = 1.0
     divide: float = 1.0
     random_wire: bool = False  # decode bytes that no encoder wrote
+    zeros: bool = False  # maps of zeros
+    scattered: bool = False  # rows in two leading dimensions, apart and not in order
 
 
 def supported_isas() -> list[str]:
@@ -110,6 +112,8 @@ def random_case(random: Random, isas: list[str]) -> Case:
         multiply=random.choice((1.0, 0.25, 1 / 3)),
         divide=random.choice((1.0, 4.0, 3.0)),
         random_wire=random.random() < 0.2,
+        zeros=random.random() < 0.5,
+        scattered=random.random() < 0.3,
     )
 
 
@@ -140,6 +144,9 @@ def make_values(kind: str, shape: tuple[int, int], generator: torch.Generator) -
         return floats(sign[:1, :1] | integers(0, 0x7F800000)[:1, :1]).expand(shape).clone()
     if kind == "zeros":
         return floats(sign)
+    if kind == "holes":  # runs of zeros, as rows of an embedding that were not used
+        at = torch.arange(shape[1]) // int(integers(1, 300).flatten()[:1].sum() or 1)
+        return torch.where((integers(0, 2)[:, :1] + at) % 2 == 0, floats(sign), normal)
     if kind == "one special":
         specials = torch.tensor([0x7F800000, -0x800000, 0x7FC00000, -1, 0x7F800001])
         at = integers(0, max(1, 2 * shape[1])) == 0
@@ -157,6 +164,7 @@ class Memory:
     """Tensors in memory of their exact size; without a sanitizer, with guard bytes around it."""
 
     guarded: bool
+    gaps: list[torch.Tensor] = field(default_factory=list)
     blocks: list[tuple[int, int, int]] = field(default_factory=list)  # address, before, size
 
     def tensor(
@@ -175,9 +183,25 @@ class Memory:
         buffer = (ctypes.c_uint8 * size).from_address(address + before)
         return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
+    def rows(
+        self, values: torch.Tensor, misalignment: int, scattered: bool, fill: bool = True
+    ) -> torch.Tensor:
+        """A copy of a matrix, or memory for one; scattered, a view (outer, inner, size) of it."""
+        num_rows, size = values.shape
+        outer = max(1, num_rows // 2) if num_rows % 2 == 0 else 1
+        shape = (num_rows, size) if not scattered else (num_rows // outer, outer, size + 24)
+        view = self.tensor(shape, values.dtype, misalignment)
+        if scattered:
+            self.gaps.append(view[..., size:])
+            view, values = view[..., :size].transpose(0, 1), values.unflatten(0, (outer, -1))
+        if fill:
+            view.copy_(values)
+        return view
+
     def release(self) -> bool:
-        """Free everything. Whether all guard bytes are untouched."""
-        intact = True
+        """Free everything. Whether all guard bytes are untouched, and what is between rows."""
+        intact = all(bool((gap.contiguous().view(torch.uint8) == GUARD).all()) for gap in self.gaps)
+        self.gaps.clear()
         for address, before, size in self.blocks:
             after = GUARD_BYTES if self.guarded else 0
             guards = ctypes.string_at(address, before)
@@ -197,7 +221,7 @@ def _libc() -> ctypes.CDLL:
 
 def differences(case: Case, *, guarded: bool = True) -> list[str]:
     """What the native kernels do differently from the reference: nothing, it is hoped."""
-    layout = wire_layout(case.segments, case.dtype)
+    layout = wire_layout(case.segments, case.dtype, zeros=case.zeros)
     memory = Memory(guarded)
     threads = torch.get_num_threads()
     cpu.set_isa(case.isa)
@@ -214,52 +238,85 @@ def differences(case: Case, *, guarded: bool = True) -> list[str]:
 def _differences(case: Case, layout: WireLayout, memory: Memory) -> list[str]:
     found = []
     of_values, of_wire, of_out = case.misalignments
-    shape, wire_shape = (case.num_rows, layout.numel), (case.num_rows, layout.row_bytes)
+    wire_shape = (case.num_rows, layout.row_bytes)
     generator = torch.Generator().manual_seed(case.seed)
-    values = torch.empty(shape, dtype=case.dtype)
+    values = torch.empty((case.num_rows, layout.numel), dtype=case.dtype)
     for span, kind in zip(layout.spans, case.kinds, strict=True):
         part = make_values(kind, (case.num_rows, span.segment.numel), generator)
         values[:, span.values] = part.to(case.dtype)
 
-    own_values = memory.tensor(shape, case.dtype, of_values)
-    own_values.copy_(values)
+    own_values = memory.rows(values, of_values, case.scattered)
     wire = torch.empty(wire_shape, dtype=torch.uint8)
-    own_wire = memory.tensor(wire_shape, torch.uint8, of_wire)
+    own_wire = memory.rows(wire, of_wire, case.scattered, fill=False)
     rows = {"key": case.key, "first_row": case.first_row}
     reference.encode(values, layout, wire, **rows)
     cpu.encode(own_values, layout, own_wire, **rows)
-    if not torch.equal(wire, own_wire):
+    if not torch.equal(wire, own_wire.reshape(wire_shape)):
         found.append("encode")
 
     if case.random_wire:
         wire = torch.randint(0, 256, wire_shape, generator=generator, dtype=torch.uint8)
-    own_wire.copy_(wire)
-    out = torch.empty(shape, dtype=case.out_dtype)
-    own_out = memory.tensor(shape, case.out_dtype, of_out)
+    own_wire = memory.rows(wire, of_wire, case.scattered)
+    out = torch.empty_like(values, dtype=case.out_dtype)
+    own_out = memory.rows(out, of_out, case.scattered, fill=False)
     reference.decode(wire, layout, out)
     cpu.decode(own_wire, layout, own_out)
-    if not same_bits(out, own_out):
+    if not same_bits(out, own_out.reshape(out.shape)):
         found.append("decode")
 
+    # Of three dimensions a matrix of rows that are not neighbours; the same ones of both.
+    summed = wire if not case.scattered else wire.unflatten(0, (own_wire.shape[0], -1))[:, 0]
+    own_summed = own_wire if not case.scattered else own_wire[:, 0]
     out = torch.empty(layout.numel, dtype=case.out_dtype)
     own_out = memory.tensor((layout.numel,), case.out_dtype, of_out)
     factors = {"multiply": case.multiply, "divide": case.divide}
-    reference.decode_sum(wire, layout, out, **factors)
-    cpu.decode_sum(own_wire, layout, own_out, **factors)
+    reference.decode_sum(summed, layout, out, **factors)
+    cpu.decode_sum(own_summed, layout, own_out, **factors)
     if not same_bits(out, own_out):
         found.append("decode_sum")
+    return found + _kept_differences(case, values, wire, memory)
 
-    sums = values.clone()
-    own_sums = memory.tensor(shape, case.dtype, of_values)
-    own_sums.copy_(values)
-    after = torch.empty(wire_shape, dtype=torch.uint8)
-    own_after = memory.tensor(wire_shape, torch.uint8, of_out)
-    reference.accumulate(sums, layout, wire, after)
-    cpu.accumulate(own_sums, layout, own_wire, own_after)
+
+def _kept_differences(
+    case: Case, values: torch.Tensor, wire: torch.Tensor, memory: Memory
+) -> list[str]:
+    """The same for what is done with weights that are kept, in layouts without maps."""
+    found = []
+    of_values, of_wire, of_out = case.misalignments
+    layout = wire_layout(case.segments, case.dtype)
+    before = wire[:, : layout.row_bytes].contiguous()
+    if before.shape[1] != layout.row_bytes or not case.random_wire:
+        before = torch.empty((case.num_rows, layout.row_bytes), dtype=torch.uint8)
+        reference.encode(values.flip(0), layout, before, key=case.key)
+    own_before = memory.rows(before, of_wire, False)
+
+    sums, after = values.clone(), torch.empty_like(before)
+    own_sums, own_after = (
+        memory.rows(sums, of_values, False),
+        memory.rows(after, of_out, False, fill=False),
+    )
+    reference.accumulate(sums, layout, before, after)
+    cpu.accumulate(own_sums, layout, own_before, own_after)
     if not same_bits(sums, own_sums):
         found.append("accumulate")
     if not torch.equal(after, own_after):
         found.append("what accumulate encodes")
+
+    generator = torch.Generator().manual_seed(case.seed)
+    same = torch.rand(layout.numel, generator=generator) < 0.5
+    sent, change = torch.where(same, values[0], values[-1].flip(0)), torch.empty_like(values[0])
+    stats = torch.empty(len(layout.spans), 4, dtype=torch.float64)
+    own_sent, own_change = (memory.rows(x[None], of_out, False)[0] for x in (sent, change))
+    own_stats = torch.empty_like(stats)
+    own = memory.rows(values[:1], of_values, False)[0]
+    reference.difference(values[0], layout, before[0], sent, change, stats)
+    cpu.difference(own, layout, own_before[0], own_sent, own_change, own_stats)
+    if not same_bits(change, own_change):
+        found.append("difference")
+    if not torch.equal(sent.view(torch.uint8), own_sent.contiguous().view(torch.uint8)):
+        found.append("what difference keeps")
+    if not same_stats(own_stats, stats):
+        found.append("what difference counts")
     return found
 
 

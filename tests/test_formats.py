@@ -269,7 +269,7 @@ def test_full_precision_moves_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=dtype_name)
 def test_maps_of_zeros(dtype: torch.dtype) -> None:
-    """Groups of 32 zeros come back as zeros, whatever the format does; backends agree."""
+    """Groups of 32 zeros have their bits, and come back as zeros, whatever the format does."""
     generator = torch.Generator().manual_seed(0)
     for numel in (1, 32, 33, 255, 257, 3001):
         values = torch.randn(3, numel, generator=generator).to(dtype)
@@ -277,18 +277,25 @@ def test_maps_of_zeros(dtype: torch.dtype) -> None:
             32, dim=1
         )[:, :numel]
         values[groups] = -0.0
-        maps = [torch.full((3, map_bytes(numel)), fill, dtype=torch.uint8) for fill in (1, 2)]
-        for backend, into in zip((reference, cpu), maps, strict=True):
-            backend.map_zeros(values, into)
-        assert torch.equal(*maps)
         segment = Segment(numel, Quantizer(2, 96, "dither", transform="hadamard"))
         layout = wire_layout((Segment(7), segment), dtype, checksum=True, zeros=True)
         rows = torch.cat((torch.ones(3, 7, dtype=dtype), values), dim=1)
         wire = torch.empty(3, layout.row_bytes, dtype=torch.uint8)
         encode_rows(rows, layout, wire, key=0)
-        decoded, total = torch.empty(3, numel + 7), torch.empty(numel + 7)
+        ((_, maps),) = layout.maps(wire)
+        assert maps.shape == (3, map_bytes(numel)) and layout.zero_maps[0] is None
+        for row, bits in zip(groups[:, ::32], maps, strict=True):
+            found = [bool(bits[i // 8] >> i % 8 & 1) for i in range(8 * len(bits))]
+            assert found == row.tolist() + [False] * (len(found) - len(row))
+        decoded, total = torch.full((3, numel + 7), -1.0), torch.full((numel + 7,), -1.0)
         decode_rows(wire, layout, decoded)
         sum_rows(wire, layout, total)
-        assert not decoded[:, 7:][groups].any() and not total[7:][groups.all(0)].any()
+        zeros = decoded[:, 7:][groups]
+        assert not zeros.any() and not zeros.signbit().any(), "zeros, and these positive"
+        assert not total[7:][groups.all(0)].any()
         used = ~groups.all(0)
         assert not used.any() or total[7:][used].any()
+        wire[:, layout.zero_maps[1]] = 0xFF
+        for backend in (reference, cpu):
+            backend.decode(wire, layout, decoded.fill_(-1.0))
+            assert not decoded[:, 7:].any() and decoded[:, :7].all(), "as the map says"

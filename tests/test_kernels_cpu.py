@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from qsdp import Quantizer, kernels
 from qsdp.kernels import build, cpu, reference
-from qsdp.kernels.compare import PLAIN, example_values, with_bits
+from qsdp.kernels.compare import PLAIN, dtype_name, example_values, with_bits
 from qsdp.quantizer import MAX_BITS, MIN_BITS, every_format, format_name
-from qsdp.wire import VALUE_DTYPES, Segment, tensor_layout
+from qsdp.wire import VALUE_DTYPES, Segment, tensor_layout, wire_layout
 from tests.fuzz_kernels import KINDS, Case, differences, random_case, supported_isas
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=cpu.why_unavailable())
@@ -102,6 +102,55 @@ def test_large_inputs_are_shared_between_threads(num_threads: int, isa: str) -> 
     )
     options = {"num_rows": 4, "num_threads": num_threads, "divide": 4.0, "isa": isa}
     assert differences(case(segments, **options)) == []
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("block_size", [32, 96, 1024])
+def test_maps_are_shared_between_threads(block_size: int, num_threads: int, isa: str) -> None:
+    """Bytes of a map whose blocks are of two threads; holes that begin anywhere."""
+    form = Quantizer(4, block_size, "dither")
+    options = {"num_rows": 3, "num_threads": num_threads, "zeros": True, "isa": isa}
+    for numel in (16384, 30000, 33333):
+        for kind in ("holes", "zeros"):
+            segments = (Segment(7, form), Segment(numel, form), Segment(33))
+            kinds = ("zeros", kind, "normal")
+            assert differences(case(segments, kinds=kinds, **options)) == []
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 6])
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=dtype_name)
+def test_rows_may_lie_anywhere(dtype: torch.dtype, num_rows: int, isa: str) -> None:
+    """In two leading dimensions, with gaps; draws and senders count in row-major order."""
+    segments = (Segment(9000, Quantizer(4, 128, "dither")), Segment(33))
+    segments += (Segment(20000, Quantizer(3, 256, "stochastic")),)
+    options = {"num_rows": num_rows, "dtype": dtype, "scattered": True, "isa": isa}
+    for num_threads in (1, 3):
+        assert differences(case(segments, num_threads=num_threads, **options)) == []
+
+
+def test_sums_of_a_difference_do_not_depend_on_threads() -> None:
+    """To the last bit: whoever decides by them decides the same."""
+    form = Quantizer(8, 1024, "nearest")
+    segments = (Segment(100_003, form), Segment(5), Segment(70_000, replace(form, block_size=96)))
+    layout = wire_layout(segments, torch.float32)
+    values = torch.randn(layout.numel)
+    before = torch.empty(1, layout.row_bytes, dtype=torch.uint8)
+    cpu.encode((values * 1.01)[None], layout, before, key=0)
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            stats = torch.empty(3, 4, dtype=torch.float64)
+            change = torch.empty_like(values)
+            cpu.difference(values, layout, before[0], values.clone(), change, stats)
+            results.append(stats)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(stats, results[0]) for stats in results)
+    assert results[0][0, 0] > 0
 
 
 @pytest.mark.parametrize("segments", [(), (Segment(0),), (Segment(0, Quantizer(4)), Segment(0))])

@@ -8,11 +8,20 @@ import torch
 import qsdp
 from qsdp import Quantizer
 from qsdp.kernels import reference
-from qsdp.kernels.compare import same_bits
+from qsdp.kernels.compare import dtype_name, same_bits
 from qsdp.kernels.reference import pack, unpack
 from qsdp.quantizer import every_format, format_name
-from qsdp.rows import accumulate_rows, check_rows, decode_rows, encode_rows, sum_rows, take_rows
+from qsdp.rows import (
+    accumulate_rows,
+    check_rows,
+    decode_rows,
+    difference_rows,
+    encode_rows,
+    sum_rows,
+    take_rows,
+)
 from qsdp.wire import (
+    VALUE_DTYPES,
     Segment,
     code_bytes,
     damaged_rows,
@@ -247,3 +256,90 @@ def test_accumulate_adds_to_what_was_there(form: Quantizer) -> None:
     assert torch.equal(after, encoded)
     decode_rows(after, layout, kept)
     assert rows.isfinite().all() and same_bits(rows, kept)
+
+
+@pytest.mark.parametrize("form", every_format(4, 32), ids=format_name)
+def test_blocks_to_which_nothing_is_added_keep_their_bytes(form: Quantizer) -> None:
+    """Blocks of zeros of either sign do, whatever the bytes are; they decode to what they did."""
+    layout = wire_layout((Segment(100, form), Segment(5)), torch.float32)
+    before, after = (take_rows(2, layout, torch.device("cpu")) for _ in range(2))
+    before.copy_(torch.randint(0, 256, before.shape, dtype=torch.uint8))
+    change = torch.randn(2, 105)
+    change[0, 32:64], change[0, 96:100], change[1, 96:100] = 0.0, -0.0, 0.0
+    change[1, 32:63], change[1, 63] = 0.0, torch.nan
+    known, rows = torch.empty_like(change), change.clone()
+    decode_rows(before, layout, known)
+    accumulate_rows(rows, layout, before, after)
+    (span, _) = layout.spans
+    codes, size = layout.codes(before, span), code_bytes(32, 4)
+    for row, block in ((0, 1), (0, 3), (1, 3)):
+        start, end = (min(n * size, span.segment.code_bytes) for n in (block, block + 1))
+        assert torch.equal(layout.codes(after, span)[row, start:end], codes[row, start:end])
+        meta = [layout.meta(wire, span)[row, block].view(torch.uint8) for wire in (before, after)]
+        assert torch.equal(*meta)
+        part = slice(32 * block, min(32 * (block + 1), 100))
+        assert same_bits(rows[row, part], known[row, part])
+    assert rows[1, 32:64].isnan().all(), "a NaN is something"
+    assert torch.equal(rows[:, 100:], change[:, 100:])
+
+
+@pytest.mark.parametrize("form", every_format(4, 32), ids=format_name)
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=dtype_name)
+def test_difference_to_what_is_kept(dtype: torch.dtype, form: Quantizer) -> None:
+    """What is to be sent, what it amounts to, and what is known as sent from then on."""
+    layout = wire_layout((Segment(70, form), Segment(5), Segment(40, form)), dtype)
+    old, values = torch.randn(1, 115).to(dtype), torch.randn(115).to(dtype)
+    old[0, 40] = torch.nan
+    before = take_rows(1, layout, old.device)
+    encode_rows(old, layout, before, key=0)
+    known = torch.empty_like(old)
+    decode_rows(before, layout, known)
+    assert known[0, 32:64].isnan().all()
+    values[:2], values[100] = torch.tensor([0.0, torch.nan]), torch.inf
+    sent, change = values.clone(), torch.full_like(values, 3.0)
+    sent[:2], sent[70:72] = torch.tensor([-0.0, torch.nan]), 9.0
+    stats = torch.full((3, 4), 7.0, dtype=torch.float64)
+    difference_rows(values, layout, before[0], sent, change, stats)
+    expected = values - known[0].nan_to_num(0.0)
+    expected[70:75] = values[70:75]
+    assert same_bits(change, expected) and same_bits(sent, values)
+    assert stats[:, 2:].tolist() == [[1, 1], [2, 0], [0, 1]]
+    assert stats[0, :2].isnan().all() and stats[1, :2].tolist() == [0, 0]
+    assert stats[2, :2].tolist() == [torch.inf] * 2
+    values[1], values[100] = 1.0, 2.0
+    difference_rows(values, layout, before[0], sent, change, stats)
+    assert stats[:, 2:].tolist() == [[1, 0], [0, 0], [1, 0]]
+    for span, (moved, norm, _, _) in zip(layout.spans, stats.tolist(), strict=True):
+        if span.segment.quantizer is not None:
+            squares = [float(x[span.values].double().square().sum()) for x in (change, values)]
+            assert [moved, norm] == pytest.approx(squares, rel=1e-4)
+
+
+@pytest.mark.parametrize("zeros", (False, True))
+def test_rows_in_two_dimensions(zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marked, sealed, checked and blamed as the same rows in one, in row-major order."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
+    segments = (Segment(100, Quantizer(4, 32, "dither")), Segment(3))
+    layout = wire_layout(segments, torch.float32, checksum=True, mark=True, zeros=zeros)
+    values = torch.randn(6, 103)
+    values[2:4, :64] = 0.0
+    expected = take_rows(6, layout, values.device)
+    marks = torch.arange(6)
+    encode_rows(values, layout, expected, key=3, mark=marks)
+    wire = torch.empty(3, 2, layout.row_bytes + 16, dtype=torch.uint8).transpose(0, 1)
+    wire = wire[..., 8:-8]
+    scattered = torch.empty(3, 2, 109).transpose(0, 1)[..., 6:]
+    scattered.copy_(values.view(2, 3, 103))
+    encode_rows(scattered, layout, wire, key=3, mark=marks.view(2, 3))
+    assert torch.equal(wire.flatten(0, 1), expected)
+    assert torch.equal(layout.marks(wire), marks.view(2, 3))
+    back = torch.empty_like(values)
+    decode_rows(expected, layout, back)
+    decode_rows(wire, layout, scattered, senders=tuple(range(10, 16)))
+    assert torch.equal(scattered.flatten(0, 1), back)
+    encode_rows(scattered, layout, wire, key=3, mark=True)
+    assert layout.marks(wire).tolist() == [[1] * 3] * 2
+    wire[1, 0, 5] ^= 1
+    with pytest.raises(RuntimeError, match=r"damaged bytes from rank 13 "):
+        check_rows(wire, layout, tuple(range(10, 16)))
+    assert damaged_rows(wire) == [3]
