@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from qsdp.exchange import all_gather_single
+
 
 def require_agreement(
     facts: Mapping[str, Any], error: str | None, group: dist.ProcessGroup, device: torch.device
@@ -111,7 +113,7 @@ def _all_gather(row: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Ten
     """(num_ranks, row.numel())"""
     num_ranks = dist.get_world_size(group)
     rows = torch.empty(num_ranks * row.numel(), dtype=row.dtype, device=row.device)
-    dist.all_gather_single(rows, row, group=group)
+    all_gather_single(rows, row, group=group)
     return rows.view(num_ranks, -1)
 
 

@@ -5,14 +5,17 @@ CUDA tensors come from torch's caching allocator and are not pooled here.
 
 from __future__ import annotations
 
+from threading import Lock
+
 import torch
 
-# Private, checked on torch 2.13: the number of references to a storage, views included. FSDP2
-# keeps views of what `allocate` returns (gradients are views of the reduce-scatter output), so
-# only the storage knows when a buffer is free.
+# Private, checked on torch 2.11 to 2.15: the number of references to a storage, views included.
+# FSDP2 keeps views of what `allocate` returns (gradients are views of the reduce-scatter output),
+# so only the storage knows when a buffer is free.
 from torch._C import _storage_Use_Count
 
 DEFAULT_MAX_BYTES = 1 << 30
+_STEPS = 3  # sizes between one power of two and the next are 2^_STEPS: at most an eighth is unused
 
 
 class BufferPool:
@@ -23,39 +26,45 @@ class BufferPool:
 
     def __init__(self, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self.max_bytes = max_bytes
-        self._buffers: list[torch.Tensor] = []  # uint8, most recently used last
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of all buffers, in use or not."""
-        return sum(buffer.numel() for buffer in self._buffers)
+        self.kept_bytes = 0  # of all buffers, in use or not
+        self._by_size: dict[int, list[torch.Tensor]] = {}  # uint8
+        self._lock = Lock()  # backward may run in another thread than forward
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised (numel,) tensor that nobody else refers to."""
         num_bytes = numel * dtype.itemsize
         if device.type != "cpu" or num_bytes == 0 or num_bytes > self.max_bytes:
             return torch.empty(numel, dtype=dtype, device=device)
-        for index, buffer in enumerate(self._buffers):
-            # Not more than twice the size, so that small requests do not hold large buffers.
-            if num_bytes <= buffer.numel() <= 2 * num_bytes + 4096 and _is_free(buffer):
-                self._buffers.append(self._buffers.pop(index))
-                break
-        else:
-            self._make_room(num_bytes)
-            with torch.inference_mode(False):  # for whoever takes it next, training or not
-                buffer = torch.empty(num_bytes, dtype=torch.uint8)
-            if self.kept_bytes + num_bytes <= self.max_bytes:
-                self._buffers.append(buffer)
-        with torch.inference_mode(False):
-            return buffer[:num_bytes].view(dtype)
+        # Inference tensors are of no use to whoever takes the buffer next, training or not.
+        with self._lock, torch.inference_mode(False):
+            return self._buffer(_size_class(num_bytes))[:num_bytes].view(dtype)
 
-    def _make_room(self, num_bytes: int) -> None:
-        excess = self.kept_bytes + num_bytes - self.max_bytes
-        for buffer in [b for b in self._buffers if _is_free(b)]:
-            if excess <= 0:
+    def _buffer(self, size: int) -> torch.Tensor:
+        buffers = self._by_size.setdefault(size, [])
+        for buffer in buffers:
+            if _is_free(buffer):
+                return buffer
+        self._make_room(size)
+        buffer = torch.empty(size, dtype=torch.uint8)
+        if self.kept_bytes + size <= self.max_bytes:
+            buffers.append(buffer)
+            self.kept_bytes += size
+        return buffer
+
+    def _make_room(self, size: int) -> None:
+        """Forget free buffers of other sizes until there is room, the least recently made first."""
+        for other, buffers in list(self._by_size.items()):
+            if self.kept_bytes + size <= self.max_bytes:
                 return
-            excess -= buffer.numel()
-            self._buffers = [b for b in self._buffers if b is not buffer]
+            in_use = [buffer for buffer in buffers if not _is_free(buffer)]
+            self.kept_bytes -= other * (len(buffers) - len(in_use))
+            self._by_size[other] = in_use
+
+
+def _size_class(num_bytes: int) -> int:
+    """The size of the buffer for so many bytes, rounded up so that similar requests share it."""
+    step = 1 << max((num_bytes - 1).bit_length() - _STEPS - 1, 6)
+    return -(-num_bytes // step) * step
 
 
 def _is_free(buffer: torch.Tensor) -> bool:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 
 from qsdp.buffers import pool
-from qsdp.collectives import (
-    ReduceOp,
-    all_reduce_quantized,
-    gather_stages,
-    piece_layout,
-    reduce_scatter_quantized,
-)
-from qsdp.exchange import Stages, gather_in_hops, run
+from qsdp.collectives import ReduceOp, reduce_factors
+from qsdp.exchange import Stages, gather_in_hops, own_row, route, rows_of_all, run
 from qsdp.memory import KeptWeights
 from qsdp.param_group import AllGather, ParamGroup, ReduceScatter
+from qsdp.rows import take_rows
+from qsdp.stages import all_reduce_stages, gather_stages, piece_layout, reduce_stages
 from qsdp.stats import CommMeter
-from qsdp.unit import Part, Unit
+from qsdp.streams import hold
+from qsdp.unit import Part, Reduction, Unit
 from qsdp.wire import VALUE_DTYPES
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 Size = Sequence[int | torch.SymInt]
 
@@ -31,7 +31,7 @@ class ObservedAllGather(AllGather):
 
     def __init__(self, handle: ParamGroup) -> None:
         self.stock: AllGather = handle.all_gather_comm
-        self.meter = CommMeter(ranks_per_node(handle.group))
+        self.meter = CommMeter(ranks_per_node(handle.group), handle.path)
 
     def allocate(self, size: Size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.stock.allocate(size, dtype=dtype, device=device)
@@ -53,7 +53,7 @@ class ObservedReduceScatter(ReduceScatter):
 
     def __init__(self, handle: ParamGroup) -> None:
         self.stock: ReduceScatter = handle.reduce_scatter_comm
-        self.meter = CommMeter(ranks_per_node(handle.group))
+        self.meter = CommMeter(ranks_per_node(handle.group), handle.path)
 
     def allocate(self, size: Size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.stock.allocate(size, dtype=dtype, device=device)
@@ -96,90 +96,95 @@ class QuantizedAllGather(ObservedAllGather):
         # one, over values that the forward decoded. Quantizing those again would change them.
         # No parts: a buffer that somebody else has packed.
         parts = self.unit.parts(input_tensor.dtype, input_tensor.numel())
-        if group is not self.unit.handle.group or not parts:
+        if group is not self.unit.gather_route.group or not parts:
             return super().__call__(output_tensor, input_tensor, group, async_op)
         if len(parts) == 1:
-            stages = self._gather(parts[0], output_tensor, input_tensor, group)
+            stages = self._gather(parts[0], output_tensor, input_tensor)
         else:
-            stages = self._gather_each(parts, output_tensor, input_tensor, group)
-        return run(stages, async_op, self.meter, input_tensor.device)
+            stages = self._gather_each(parts, output_tensor, input_tensor)
+        device = input_tensor.device
+        return run(stages, async_op, self.meter, device, (output_tensor, input_tensor))
 
-    def _gather_each(
-        self,
-        parts: list[Part],
-        output: torch.Tensor,
-        input: torch.Tensor,
-        group: dist.ProcessGroup,
-    ) -> Stages:
+    def _gather_each(self, parts: list[Part], output: torch.Tensor, input: torch.Tensor) -> Stages:
         """Parameters of several dtypes, which FSDP2 packs as bytes in their order."""
-        handle = self.unit.handle
-        kinds = zip(handle.shard_numels, handle.gather_dtypes, strict=True)
+        num_ranks = self.unit.gather_route.size
+        kinds = zip(self.unit.sizes, self.unit.handle.gather_dtypes, strict=True)
         sizes = [numel * dtype.itemsize for numel, dtype in kinds]
-        own, rows = input.split(sizes), output.view(group.size(), -1).split(sizes, dim=1)
+        own, rows = input.split(sizes), output.view(num_ranks, -1).split(sizes, dim=1)
         for part in parts:
             values = torch.cat([own[i] for i in part.indices]).view(part.dtype)
-            found = pool.take(group.size() * values.numel(), part.dtype, values.device)
-            yield from self._gather(part, found, values, group)
-            decoded = found.view(group.size(), -1).view(torch.uint8)
+            found = pool.take(num_ranks * values.numel(), part.dtype, values.device)
+            yield from self._gather(part, found, values)
+            decoded = found.view(num_ranks, -1).view(torch.uint8)
             pieces = decoded.split([sizes[i] for i in part.indices], dim=1)
             for index, piece in zip(part.indices, pieces, strict=True):
                 rows[index].copy_(piece)
 
-    def _gather(
-        self, part: Part, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup
-    ) -> Stages:
+    def _gather(self, part: Part, output: torch.Tensor, input: torch.Tensor) -> Stages:
         """Values of one dtype."""
         unit, kept, in_backward = self.unit, part.kept, self.unit.handle.in_backward
         # In backward the weights must be those of the forward, tables included.
         if unit.learns and not in_backward and (kept is None or kept.started):
-            unit.learn("weights", part.indices, input.view(1, -1), part.dtype)
-        if kept is not None and kept.started and in_backward:
+            unit.learn("weights", part.indices, input.view(1, -1), part.layout)
+        if kept is None:
+            return gather_stages(
+                output, input, unit.gather_route, part.layout, unit.weights_key, self.meter
+            )
+        if not kept.started:
+            return self._start(kept, output, input)
+        if in_backward:
             return self._again(kept, output)
-        if kept is not None:
-            return self._differences(part, kept, output, input, group)
-        layout = unit.layout("weights", part.indices, part.dtype)
-        return gather_stages(output, input, group, unit.nodes, layout, unit.weights_key, self.meter)
+        return self._differences(part, kept, output, input)
+
+    def _start(self, kept: KeptWeights, output: torch.Tensor, values: torch.Tensor) -> Stages:
+        """The first gather: the values themselves, of which all ranks keep the same."""
+        unit, meter, device = self.unit, self.meter, output.device
+        values = values.clone()  # now, because it may lie in the output
+        layout = unit.raw_layout(values.numel(), values.dtype)
+        with unit.turns:
+            yield from gather_stages(output, values, unit.gather_route, layout, 0, meter)
+            with meter.phase("decode", device):
+                kept.start(output.view(kept.num_ranks, -1), values)
 
     def _again(self, kept: KeptWeights, output: torch.Tensor) -> Stages:
         """What was decoded last is still there: nothing moves."""
         rows = output.view(kept.num_ranks, -1)
-        with self.meter.phase("decode", output.device):
+        with self.unit.turns, self.meter.phase("decode", output.device):
             kept.read(rows)
         self.meter.count_hops(0, 0, stock=rows[1:].nbytes)
         yield from ()
 
     def _differences(
-        self,
-        part: Part,
-        kept: KeptWeights,
-        output: torch.Tensor,
-        values: torch.Tensor,
-        group: dist.ProcessGroup,
+        self, part: Part, kept: KeptWeights, output: torch.Tensor, values: torch.Tensor
     ) -> Stages:
         """Gather what has changed, and rows that have changed by too much whole."""
-        unit, meter, device = self.unit, self.meter, output.device
-        rows, numel = output.view(kept.num_ranks, -1), values.numel()
-        if not kept.started:
-            values = values.clone()  # now, because it may lie in the output
-            layout = unit.raw_layout(numel, values.dtype)
-            yield from gather_stages(output, values, group, unit.nodes, layout, 0, meter)
-            with meter.phase("decode", device):
-                kept.start(rows, values)
-            return
-        layout = unit.layout("weights", part.indices, part.dtype)
-        with meter.phase("encode", device):
-            change, whole = kept.outgoing(values, unit.learner.reductions)
-        marks = yield from gather_stages(
-            output, change, group, unit.nodes, layout, unit.weights_key, meter, mark=whole
-        )
-        with meter.phase("decode", device):
-            kept.arrived(rows)
-        if marks.any():
+        unit, meter, device, way = self.unit, self.meter, output.device, self.unit.gather_route
+        rows = output.view(kept.num_ranks, -1)
+        with unit.turns:
+            looks = kept.on_host or unit.watch.notices()
             with meter.phase("encode", device):
-                kept.renew(whole)
-            yield from gather_in_hops(kept.wire, group, unit.nodes, meter, stock=0)
+                change, mark = kept.outgoing(values, unit.learner.reductions, looks)
+            marks = yield from gather_stages(
+                output, change, way, part.layout, unit.weights_key, meter, mark=mark
+            )
             with meter.phase("decode", device):
-                kept.read(rows)
+                kept.arrived(rows)
+            whole = kept.to_renew(marks, looks)
+            if whole is not None:
+                yield from self._renew(kept, whole, rows)
+
+    def _renew(self, kept: KeptWeights, whole: list[bool], rows: torch.Tensor) -> Stages:
+        """Gather some rows whole; the others are in their places and travel along."""
+        way, meter, device = self.unit.gather_route, self.meter, rows.device
+        row_bytes = kept.layout.row_bytes
+        there = rows_of_all(take_rows(way.size, kept.layout, device), row_bytes, way)
+        with meter.phase("encode", device):
+            kept.renew(whole)
+            own_row(there, way).copy_(kept.wire[kept.own])
+        yield from gather_in_hops(there, way, meter, stock=0)
+        with meter.phase("decode", device):
+            kept.wire.view(there.shape).copy_(there)
+            kept.read(rows)
 
 
 class QuantizedReduceScatter(ObservedReduceScatter):
@@ -201,30 +206,29 @@ class QuantizedReduceScatter(ObservedReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         unit, numel, dtype = self.unit, output_tensor.numel(), input_tensor.dtype
-        if dtype not in VALUE_DTYPES:
+        if dtype not in VALUE_DTYPES or group is not unit.reduce_route.group:
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
-        indices = unit.reduced(numel)
-        layout = inside = unit.raw_layout(numel, dtype)
-        residual = None
-        if indices is not None:
-            if unit.learns:
-                unit.learn("gradients", indices, input_tensor.view(-1, numel), dtype)
-            layout = unit.layout("gradients", indices, dtype)
-            inside = unit.layout("inside_node", indices, dtype)
-            residual = unit.residual(indices, layout)
-        return reduce_scatter_quantized(
-            output_tensor,
-            input_tensor,
-            group,
-            quantizer=layout,
-            op=op,
-            key=unit.gradients_key,
-            nodes=unit.nodes,
-            inside=inside,
-            residual=residual,
-            async_op=async_op,
-            meter=self.meter,
-        )
+        reduction = unit.reduction(numel, dtype)
+        if unit.learns and reduction.indices is not None:
+            rows = input_tensor.view(-1, numel)
+            if unit.learn("gradients", reduction.indices, rows, reduction.layout):
+                reduction = unit.reduction(numel, dtype)
+        stages = self._reduce(output_tensor, input_tensor, reduction, op)
+        tensors = output_tensor, input_tensor
+        return run(stages, async_op, self.meter, input_tensor.device, tensors)
+
+    def _reduce(
+        self, output: torch.Tensor, input: torch.Tensor, reduction: Reduction, op: ReduceOp
+    ) -> Stages:
+        unit, way = self.unit, self.unit.reduce_route
+        with unit.turns if reduction.feedback else _NOTHING:
+            yield from reduce_stages(
+                *(output, input, way, reduction.layout, reduce_factors(op, way.size)),
+                *(unit.gradients_key, self.meter),
+                inside=reduction.inside,
+                residual=unit.residual(reduction),
+                reuse_input=True,  # FSDP2 keeps it alive and does not look at it again
+            )
 
 
 class QuantizedAllReduce:
@@ -234,28 +238,28 @@ class QuantizedAllReduce:
         group = unit.handle.replicate_group
         assert group is not None
         self.unit, self.group = unit, group
-        self.meter = CommMeter(ranks_per_node(group))
+        self.meter = CommMeter(ranks_per_node(group), unit.handle.path)
+        self._way = route(group, unit.handle.device)
 
     def __call__(self, reduce_output: torch.Tensor) -> None:
-        unit, numel, dtype = self.unit, reduce_output.numel(), reduce_output.dtype
-        if reduce_output.device.type == "cuda":
-            # FSDP2 allocated it in another stream and may free it while this one works on it.
-            reduce_output.record_stream(torch.cuda.current_stream())
-        indices = unit.reduced(numel)
-        layout, residuals = unit.raw_layout(numel, dtype), None
-        if indices is not None:
-            layout = unit.layout("replicas", indices, dtype)
-            pieces = piece_layout(layout, self.group.size())
-            residuals = unit.replica_residual(indices, pieces, self.group.size())
-        all_reduce_quantized(
-            reduce_output,
-            self.group,
-            quantizer=layout,
-            op=dist.ReduceOp.SUM if unit.handle.sums_gradients else dist.ReduceOp.AVG,
-            key=unit.replicas_key,
-            residuals=residuals,
-            meter=self.meter,
-        )
+        # FSDP2 made it in another stream and may drop it while this one works on it.
+        hold(reduce_output)
+        device = reduce_output.device
+        run(self._reduce(reduce_output), False, self.meter, device, (reduce_output,))
+
+    def _reduce(self, values: torch.Tensor) -> Stages:
+        unit, size, residuals = self.unit, self._way.size, None
+        reduction = unit.reduction(values.numel(), values.dtype)
+        layout = reduction.replicas
+        op = dist.ReduceOp.SUM if unit.handle.sums_gradients else dist.ReduceOp.AVG
+        with unit.turns:
+            if reduction.indices is not None:
+                pieces = piece_layout(layout, size)
+                residuals = unit.replica_residual(reduction.indices, pieces, size)
+            yield from all_reduce_stages(
+                *(values, self._way, layout, reduce_factors(op, size), unit.replicas_key),
+                *(self.meter, residuals),
+            )
 
 
 def ranks_per_node(group: dist.ProcessGroup) -> int:

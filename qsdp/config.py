@@ -49,8 +49,10 @@ class QSDPConfig:
             (``{"*.wte.*": "w6g4"}``), or None for full precision in every direction. The first
             pattern that matches counts. Each must match a parameter. Parameters that :data:`EXACT`
             names travel in full precision unless an exception says otherwise.
-        ranks_per_node: ranks of an FSDP group in each node, consecutive in it: collectives then
-            take two levels, and each rank's part leaves its node once. None for flat ones.
+        ranks_per_node: ranks of an FSDP group in each node, consecutive in it. From 2 on
+            collectives take two levels, and each rank's part leaves its node once; 1 for flat ones.
+            None goes by the launcher (``LOCAL_WORLD_SIZE``): two levels where every node has the
+            same number of ranks of the group, and several.
         inside_node: quantizer of the gradients inside a node, or None for their own dtype there.
         replicas: the way of the gradients between HSDP's replicas: a Quantizer or
             :class:`Feedback`; None leaves them to FSDP2's own all-reduce.
@@ -89,20 +91,20 @@ class QSDPConfig:
                     f"QSDPConfig({name}=...) must be an integer from 0 to {top - 1}, "
                     f"got {getattr(self, name)!r}"
                 )
-        if self.ranks_per_node is not None and not _is_int(self.ranks_per_node, 2, 2**31):
+        if self.ranks_per_node is not None and not _is_int(self.ranks_per_node, 1, 2**31):
             raise ValueError(
-                "QSDPConfig(ranks_per_node=...) must be an integer of at least 2, or None for flat "
-                f"collectives, got {self.ranks_per_node!r}"
+                "QSDPConfig(ranks_per_node=...) must be an integer of at least 1, or None to go by "
+                f"the launcher, got {self.ranks_per_node!r}"
             )
         object.__setattr__(self, "exceptions", _checked_exceptions(self.exceptions))
         self._check_combinations()
 
     def _check_combinations(self) -> None:
         """Raises ValueError where one field excludes another."""
-        if self.inside_node is not None and self.ranks_per_node is None:
+        if self.inside_node is not None and self.ranks_per_node == 1:
             raise ValueError(
-                "QSDPConfig(inside_node=...) is for two-level collectives: set ranks_per_node to "
-                "the ranks of a node"
+                "QSDPConfig(inside_node=...) is for two-level collectives, and ranks_per_node=1 "
+                "asks for flat ones: set it to the ranks of a node, or to None"
             )
         gradients = self.ways("gradients")
         if self.inside_node is not None and not any(gradients):
@@ -110,10 +112,11 @@ class QSDPConfig:
                 "QSDPConfig(inside_node=...) quantizes the first hop of gradients, and "
                 "gradients=None leaves them to FSDP2: set gradients, or inside_node=None"
             )
-        if self.ranks_per_node is not None and any(isinstance(w, Feedback) for w in gradients):
+        two_level = self.ranks_per_node not in (None, 1) or self.inside_node is not None
+        if two_level and any(isinstance(way, Feedback) for way in gradients):
             raise ValueError(
-                "QSDPConfig: Feedback for gradients does not go with two-level collectives: "
-                "set ranks_per_node=None"
+                "QSDPConfig: Feedback for gradients does not go with two-level collectives: leave "
+                "ranks_per_node and inside_node out (gradients then travel flat)"
             )
 
     def ways(self, direction: Literal["weights", "gradients"]) -> list[Way]:

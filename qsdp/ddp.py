@@ -18,14 +18,16 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from qsdp.agreement import require_agreement
-from qsdp.collectives import all_reduce_quantized, piece_layout
+from qsdp.collectives import all_reduce_quantized
 from qsdp.comms import ranks_per_node
 from qsdp.config import QSDPConfig
 from qsdp.exchange import Pending
 from qsdp.kernels.philox import derive_key
 from qsdp.memory import Residuals
 from qsdp.quantizer import Quantizer
+from qsdp.stages import piece_layout
 from qsdp.stats import CommMeter, CommStats
+from qsdp.streams import Beside, Turns
 from qsdp.ways import Feedback, quantizer_of, schedule_of
 from qsdp.wire import VALUE_DTYPES, Segment, WireLayout, wire_layout
 
@@ -101,6 +103,7 @@ class QuantizedDDPState:
         self._in_flight: list[tuple[Pending, Result, torch.Tensor]] = []
         # Of what this rank contributes, and of the sums that it forwards.
         self._sent, self._forwarded = Residuals(), Residuals()
+        self._turns = Turns(device)
 
     def stats(self, reset: bool = False) -> CommStats:
         """What this rank sent and received so far, or since the last reset.
@@ -119,8 +122,9 @@ class QuantizedDDPState:
         torch.distributed.checkpoint wants them for loading.
         """
         rank, num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        known = {f"sent.{name}": part for name, part in self._sent.state().items()}
-        known |= {f"forwarded.{name}": part for name, part in self._forwarded.state().items()}
+        with self._turns:
+            known = {f"sent.{name}": part for name, part in self._sent.state().items()}
+            known |= {f"forwarded.{name}": part for name, part in self._forwarded.state().items()}
         state = {"progress": torch.tensor([self.step, num_ranks])}
         for name, shape in self._residual_shapes().items():
             state[f"{name}.rank{rank}"] = known[name] if name in known else torch.zeros(shape)
@@ -234,17 +238,24 @@ def quantized_ddp_hook(
         result.set_result(buffer)
     elif quantized and state.step >= state.warmup_steps:
         result = _future(buffer.device)
+        with state._turns:
+            residuals = state._residuals(known, layout, buffer.device)
         pending = all_reduce_quantized(
             buffer,
             state.group,
             quantizer=layout,
             key=state._key,
-            residuals=state._residuals(known, layout, buffer.device),
+            residuals=residuals,
             async_op=True,
             meter=state._meter,
         )
-        assert isinstance(pending, Pending)
-        state._in_flight.append((pending, result, buffer))
+        if isinstance(pending, Beside):
+            # All is launched. Whoever waits for the result waits for the stream that sets it.
+            with torch.cuda.stream(pending.stream), state._turns:
+                result.set_result(buffer)
+        else:
+            assert isinstance(pending, Pending)
+            state._in_flight.append((pending, result, buffer))
     else:
         result = _stock_all_reduce(state, buffer)
     if bucket.is_last():
@@ -318,8 +329,8 @@ def _checked(
         config.require_matches(names)
     except (TypeError, ValueError) as error:
         return str(error), QSDPConfig()
-    for name in ("ranks_per_node", "replicas"):
-        if getattr(config, name) is not None:
+    for name in ("ranks_per_node", "inside_node", "replicas"):
+        if getattr(config, name) not in (None, 1):
             return f"DDP has no such collectives: QSDPConfig({name}=...) must be None", config
     if any(way is not None for way in config.ways("weights")):
         return (

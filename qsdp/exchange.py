@@ -1,67 +1,104 @@
 """Moving rows between ranks: who sends which row to whom, in one hop or two, and pending work.
 
 Bytes in, bytes out: nothing here knows what a row holds. A collective is a generator that yields
-the transfers it has started and goes on once they are done (:class:`Pending` drives it), so one
-piece of code serves synchronous and asynchronous calls.
+the transfers it has started and goes on once they are done, so one piece of code serves synchronous
+and asynchronous calls.
+
+Two hops are calls of the same process group in which a rank exchanges rows with some of the others
+only: groups of their own would have to be made by all ranks of the job, in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from qsdp.buffers import pool
 from qsdp.stats import CommMeter
+from qsdp.streams import Beside, beside
 
-Transfers = list[dist.Work]
+Transfers = Sequence[dist.Work]
 Stages = Iterator[Transfers]
+
+# Its name since torch 2.13; before, all_gather_into_tensor.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
-class NodeGroups:
-    """A group's ranks as nodes of equal size, consecutive in the order of the group.
+class Route:
+    """With whom a rank exchanges rows, and how: a process group and its nodes.
 
     Attributes:
-        intra: the ranks of this rank's node.
-        inter: the ranks with this rank's place in every node.
+        group: the ranks.
+        size: how many there are.
+        rank: this one's place in the group.
+        global_ranks: of all of them, for messages.
+        ranks_per_node: for two hops; 1 for one.
+        on_gloo: whether gloo carries the tensors.
     """
 
-    intra: dist.ProcessGroup
-    inter: dist.ProcessGroup
+    group: dist.ProcessGroup
+    size: int
+    rank: int
+    global_ranks: tuple[int, ...]
+    ranks_per_node: int
+    on_gloo: bool
 
     @property
-    def ranks_per_node(self) -> int:
-        """Ranks in each node."""
-        return dist.get_world_size(self.intra)
+    def two_level(self) -> bool:
+        """Whether rows take two hops."""
+        return self.ranks_per_node > 1
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the group."""
-        return dist.get_world_size(self.inter)
+        """Nodes of the group, where rows take two hops."""
+        return self.size // self.ranks_per_node
+
+    @property
+    def place(self) -> int:
+        """Of this rank in its node."""
+        return self.rank % self.ranks_per_node
+
+    @property
+    def node(self) -> int:
+        """Of this rank."""
+        return self.rank // self.ranks_per_node
+
+    @property
+    def neighbours(self) -> range:
+        """Ranks of this rank's node, in order."""
+        start = self.node * self.ranks_per_node
+        return range(start, start + self.ranks_per_node)
+
+    @property
+    def counterparts(self) -> range:
+        """Ranks with this rank's place in every node, in order of the nodes."""
+        return range(self.place, self.size, self.ranks_per_node)
 
 
-@lru_cache(maxsize=64)
-def node_groups(group: dist.ProcessGroup, ranks_per_node: int) -> NodeGroups:
-    """Split ``group`` into nodes, once; every rank of ``group`` calls it, no other needs to.
+def route(
+    group: dist.ProcessGroup, device: torch.device, ranks_per_node: int | None = None
+) -> Route:
+    """The route of a group's rows.
+
+    Args:
+        device: of the rows.
+        ranks_per_node: ranks of the group in each node, consecutive in it, for two hops.
 
     Raises:
         ValueError: the group's size is no multiple of ``ranks_per_node``.
     """
     ranks = dist.get_process_group_ranks(group)
-    check_node_size(len(ranks), ranks_per_node)
-    node, place = divmod(dist.get_rank(group), ranks_per_node)
-    intra = ranks[node * ranks_per_node : (node + 1) * ranks_per_node]
-    inter = ranks[place::ranks_per_node]
-    backend = dist.get_backend(group)
-    groups = [
-        dist.new_group(members, backend=backend, use_local_synchronization=True)
-        for members in (intra, inter)
-    ]
-    return NodeGroups(*groups)
+    check_node_size(len(ranks), ranks_per_node or 1)
+    # A node that holds all of the group leaves nothing for the hop between nodes.
+    per_node = 1 if ranks_per_node in (None, len(ranks)) else ranks_per_node
+    return Route(
+        group, group.size(), group.rank(), tuple(ranks), per_node or 1, _is_gloo(group, device)
+    )
 
 
 def check_node_size(num_ranks: int, ranks_per_node: int) -> None:
@@ -73,8 +110,21 @@ def check_node_size(num_ranks: int, ranks_per_node: int) -> None:
         )
 
 
+def launched_ranks_per_node(group: dist.ProcessGroup) -> int:
+    """How many ranks of ``group`` each node holds, by what the launcher says; 1 if they differ.
+
+    The launcher (torchrun) says in ``LOCAL_WORLD_SIZE`` how many ranks a node has, numbered node
+    after node; without it, every rank counts as a node.
+    """
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    nodes = [rank // local_size for rank in dist.get_process_group_ranks(group)]
+    size = nodes.count(nodes[0])
+    same = all(len({*nodes[at : at + size]}) == 1 for at in range(0, len(nodes), size))
+    return size if same and len(nodes) == size * len({*nodes}) else 1
+
+
 class Pending(dist.Work):
-    """A collective under way. Whoever waits for it does what is left, decoding among it.
+    """A collective under way on CPUs. Whoever waits for it does what is left, decoding among it.
 
     Args:
         stages: the collective; its first transfers are started here.
@@ -89,9 +139,7 @@ class Pending(dist.Work):
     def advance(self) -> bool:
         """Wait for the transfers under way and take the next stage; whether all is done."""
         if self._transfers is not None:
-            with self._meter.phase("network", self._device):
-                for work in self._transfers:
-                    work.wait()
+            _wait(self._transfers, self._meter, self._device)
             self._transfers = next(self._stages, None)
         return self._transfers is None
 
@@ -106,99 +154,168 @@ class Pending(dist.Work):
         return self._transfers is None
 
 
-def run(stages: Stages, async_op: bool, meter: CommMeter, device: torch.device) -> dist.Work | None:
-    """Carry out a collective now, or start it and return what finishes it."""
-    pending = Pending(stages, meter, device)
+def run(
+    stages: Stages,
+    async_op: bool,
+    meter: CommMeter,
+    device: torch.device,
+    tensors: tuple[torch.Tensor, ...],
+) -> dist.Work | None:
+    """Carry out a collective now, or start it and return what finishes it.
+
+    On an accelerator everything is launched now, in the current stream, or in one of its own if the
+    call is asynchronous; the host waits for nothing.
+
+    Args:
+        tensors: that the collective reads and writes.
+    """
+    if async_op and device.type == "cuda":
+        with torch.cuda.stream(beside(device)):
+            _carry_out(stages, meter, device)
+            return Beside(tensors)
     if async_op:
-        return pending
-    pending.wait()
+        return Pending(stages, meter, device)
+    _carry_out(stages, meter, device)
     return None
 
 
-def gather_rows(wire: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Transfers:
-    """Start an all-gather of the rows of ``wire`` in place; ``wire[rank]`` is this rank's own.
+def _carry_out(stages: Stages, meter: CommMeter, device: torch.device) -> None:
+    for transfers in stages:
+        _wait(transfers, meter, device)
+
+
+def _wait(transfers: Transfers, meter: CommMeter, device: torch.device) -> None:
+    if transfers:
+        with meter.phase("network", device):
+            for work in transfers:
+                work.wait()
+
+
+def gather_rows(rows: torch.Tensor, way: Route) -> Transfers:
+    """Start an all-gather of rows in place; ``rows[way.rank]`` is this rank's own.
 
     Args:
-        wire: (num_ranks, row_bytes) uint8, contiguous; complete once the transfers are waited for.
+        rows: (num_ranks, row_bytes) uint8, contiguous; complete once the transfers are waited for.
     """
-    num_ranks = wire.shape[0]
-    if num_ranks == 1 or wire.numel() == 0:
-        return []
-    if not _is_gloo(group, wire.device):
-        return [dist.all_gather_single(wire.view(-1), wire[rank], group=group, async_op=True)]
+    if way.size == 1 or rows.numel() == 0:
+        return ()
+    if not way.on_gloo:
+        return _started(all_gather_single, rows.view(-1), rows[way.rank], way)
     # gloo's all-gather moves a third of what its point-to-point transfers of the same bytes do
     # (docs/design.md, "Transport").
-    return _swap_with_all(wire, wire[rank].expand_as(wire), rank, group, tag=0)
+    own = rows[way.rank]
+    return _swap_with([*rows], [own] * way.size, range(way.size), way, tag=0)
 
 
-def gather_in_hops(
-    wire: torch.Tensor,
-    group: dist.ProcessGroup,
-    nodes: NodeGroups | None,
-    meter: CommMeter,
-    stock: int,
-) -> Stages:
-    """All-gather the rows of ``wire`` in place, in one hop, or between nodes and then inside.
+def gather_in_hops(rows: torch.Tensor, way: Route, meter: CommMeter, stock: int) -> Stages:
+    """All-gather rows in place, in one hop, or between nodes and then inside.
 
     Args:
-        wire: (num_ranks, row_bytes) uint8, contiguous, by ranks; this rank's own row is filled in.
+        rows: uint8, as :func:`own_row` describes them; this rank's own row is filled in.
         meter: counts it, beside the ``stock`` bytes that FSDP2 would have sent.
     """
-    (num_ranks, row_bytes), rank = wire.shape, group.rank()
-    if nodes is None:
-        meter.count_rows(row_bytes, num_ranks, stock=stock)
-        yield gather_rows(wire, rank, group)
+    row_bytes = rows.shape[-1]
+    if not way.two_level:
+        meter.count_rows(row_bytes, way.size, stock=stock)
+        yield gather_rows(rows, way)
         return
-    per_node, num_nodes = nodes.ranks_per_node, nodes.num_nodes
-    between, inside = (num_nodes - 1) * row_bytes, (per_node - 1) * num_nodes * row_bytes
-    meter.count_hops(between, inside, stock=stock)
-    node, place = divmod(rank, per_node)
-    # By places in a node, then by nodes, so that both hops move rows that lie together.
-    columns = pool.take(wire.numel(), torch.uint8, wire.device).view(per_node, num_nodes, -1)
-    columns[place, node].copy_(wire[rank])
-    yield gather_rows(columns[place], node, nodes.inter)
-    yield gather_rows(columns.flatten(1), place, nodes.intra)
-    wire.view(num_nodes, per_node, -1).copy_(columns.transpose(0, 1))
+    num_nodes, others = way.num_nodes, way.ranks_per_node - 1
+    meter.count_hops((num_nodes - 1) * row_bytes, others * num_nodes * row_bytes, stock=stock)
+    if row_bytes == 0:
+        return
+    columns = rows.transpose(0, 1)  # contiguous: the rows of one place after another
+    own = columns[way.place]
+    yield _share([*own], own[way.node], way.counterparts, way, tag=0)
+    yield _share([*columns.flatten(1)], own.flatten(), way.neighbours, way, tag=2)
 
 
-def swap_rows(
-    into: torch.Tensor, out: torch.Tensor, rank: int, group: dist.ProcessGroup
-) -> Transfers:
-    """Start an all-to-all: row i of ``out`` goes to rank i, ``into`` gets one row of each rank.
+def rows_of_all(wire: torch.Tensor, row_bytes: int, way: Route) -> torch.Tensor:
+    """What :func:`gather_in_hops` takes, in a flat buffer for the rows of all ranks.
+
+    (num_ranks, row_bytes), or for two hops (num_nodes, ranks_per_node, row_bytes), by ranks in both
+    cases. For two hops the rows of one place lie together: each hop moves what is contiguous.
+    """
+    if not way.two_level:
+        return wire.view(way.size, row_bytes)
+    return wire.view(way.ranks_per_node, way.num_nodes, row_bytes).transpose(0, 1)
+
+
+def own_row(rows: torch.Tensor, way: Route) -> torch.Tensor:
+    """(1, row_bytes): this rank's own among what :func:`rows_of_all` gave."""
+    if way.two_level:
+        return rows[way.node, way.place : way.place + 1]
+    return rows[way.rank : way.rank + 1]
+
+
+def swap_rows(into: torch.Tensor, out: torch.Tensor, peers: range, way: Route) -> Transfers:
+    """Start an all-to-all among some ranks: part i of ``out`` goes to ``peers[i]``.
 
     Args:
-        into: (num_ranks, row_bytes) uint8, contiguous; complete once the transfers are waited for.
+        into: (num_peers, ...) uint8, contiguous; gets one part of each peer, this rank's own among
+            them; complete once the transfers are waited for.
         out: of the same shape; must not change before.
+        peers: ranks of the group, this one among them.
     """
-    if not _is_gloo(group, out.device) or out.numel() == 0:
-        return [dist.all_to_all_single(into.view(-1), out.view(-1), group=group, async_op=True)]
-    into[rank].copy_(out[rank])
-    return _swap_with_all(into, out, rank, group, tag=1)
+    if out.numel() == 0:
+        return ()
+    if way.on_gloo:
+        into[peers.index(way.rank)].copy_(out[peers.index(way.rank)])
+        return _swap_with([*into], [*out], peers, way, tag=1)
+    if len(peers) == way.size:
+        return _started(dist.all_to_all_single, into.view(-1), out.view(-1), way)
+    part = out[0].numel()
+    sizes = [part if rank in peers else 0 for rank in range(way.size)]
+    return _started(dist.all_to_all_single, into.view(-1), out.view(-1), way, sizes, sizes)
 
 
-def _swap_with_all(
-    into: Sequence[torch.Tensor] | torch.Tensor,
-    out: Sequence[torch.Tensor] | torch.Tensor,
-    rank: int,
-    group: dist.ProcessGroup,
+def _share(
+    into: list[torch.Tensor], own: torch.Tensor, peers: range, way: Route, *, tag: int
+) -> Transfers:
+    """Start an all-gather among some ranks: ``own`` to all of them, theirs to ``into``."""
+    if way.on_gloo:
+        return _swap_with(into, [own] * len(into), peers, way, tag=tag)
+    nothing = own.new_empty(0)
+    received, sent = [nothing] * way.size, [nothing] * way.size
+    for part, rank in zip(into, peers, strict=True):
+        if rank != way.rank:  # this rank's own is in its place
+            received[rank], sent[rank] = part, own
+    return _started(dist.all_to_all, received, sent, way)
+
+
+def _started(
+    collective: Callable[..., dist.Work | None], into: Any, out: Any, way: Route, *sizes: list[int]
+) -> Transfers:
+    """Call one of torch's collectives, in the current stream, so that it has its priority.
+
+    An asynchronous call would run in a stream of the group's own, of default priority.
+    """
+    collective(into, out, *sizes, group=way.group)
+    return ()
+
+
+def _swap_with(
+    into: Sequence[torch.Tensor],
+    out: Sequence[torch.Tensor],
+    peers: range,
+    way: Route,
     *,
     tag: int,
 ) -> Transfers:
-    """Point to point on gloo: ``out[i]`` to rank i, its row to ``into[i]``, for all others at once.
+    """Point to point on gloo: ``out[i]`` to rank ``peers[i]``, its part to ``into[i]``.
 
-    Rows may be of different sizes, as long as sender and receiver agree. Each rank starts with its
-    right neighbour to spread the load. Receives are posted before sends: gloo announces a receive
-    over the connection that carries the data, and behind a send that fills it the announcement
-    waits until the send is through, so that the two directions take turns.
+    All at once. Parts may be of different sizes, as long as sender and receiver agree. Each rank
+    starts with its right neighbour to spread the load. Receives are posted before sends: gloo
+    announces a receive over the connection that carries the data, and behind a send that fills it
+    the announcement waits until the send is through, so that the two directions take turns.
     """
-    num_ranks = len(into)
-    peers = [(rank + step) % num_ranks for step in range(1, num_ranks)]
+    me = peers.index(way.rank)
+    others = [(me + step) % len(peers) for step in range(1, len(peers))]
     ops = [
-        dist.P2POp(op, rows[p], group=group, group_peer=p, tag=tag)
-        for op, rows in ((dist.irecv, into), (dist.isend, out))
-        for p in peers
+        dist.P2POp(op, parts[i], group=way.group, group_peer=peers[i], tag=tag)
+        for op, parts in ((dist.irecv, into), (dist.isend, out))
+        for i in others
     ]
-    return dist.batch_isend_irecv(ops) if ops else []
+    return dist.batch_isend_irecv(ops) if ops else ()
 
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -29,6 +31,8 @@ from qsdp.param_group import (
 from qsdp.stats import CommMeter, CommStats, ModuleStats
 from qsdp.unit import Unit
 from qsdp.ways import Direction, Way, way_name
+
+_log = logging.getLogger("qsdp")
 
 # And the direction that each carries.
 _COLLECTIVES: dict[str, Direction] = {
@@ -76,7 +80,9 @@ def apply_qsdp(model: nn.Module, config: QSDPConfig | str) -> nn.Module:
     units = [Unit(handle, config, exact) for handle in handles]
     for unit in units:
         _install(unit)
+        unit.warm_up()
     _warn_of_nothing(units, config)
+    _tell_of_nodes(units, config)
     return model
 
 
@@ -113,10 +119,10 @@ def remove_qsdp(model: nn.Module) -> nn.Module:
 
 
 def observe_comms(model: nn.Module) -> nn.Module:
-    """Count bytes and times of FSDP2's own collectives too, without changing what they do.
+    """Count the times of all collectives, and the bytes of FSDP2's own too; changes nothing else.
 
-    Applies to every direction that :func:`apply_qsdp` left alone, so that :func:`comm_stats` is
-    complete; :func:`remove_qsdp` takes it off. Returns ``model``.
+    Bytes of what :func:`apply_qsdp` installed are always counted. Times cost the host some
+    microseconds a call. :func:`remove_qsdp` takes it off. Returns ``model``.
     """
     handles = find_param_groups(model)
     _check_comms(handles)
@@ -126,6 +132,9 @@ def observe_comms(model: nn.Module) -> nn.Module:
             handle.set_all_gather(ObservedAllGather(handle))
         if not isinstance(handle.reduce_scatter_comm, ObservedReduceScatter):
             handle.set_reduce_scatter(ObservedReduceScatter(handle))
+        for comm in _comms(handle):
+            if isinstance(meter := getattr(comm, "meter", None), CommMeter):
+                meter.timing = True
     return model
 
 
@@ -144,7 +153,8 @@ def is_quantized(model: nn.Module) -> bool:
 def comm_stats(model: nn.Module, reset: bool = False) -> CommStats:
     """What this rank sent since the model was set up or the last reset.
 
-    Covers the collectives that qsdp installed; see :func:`observe_comms` for the others.
+    Covers the collectives that qsdp installed; see :func:`observe_comms` for the others, and for
+    times. Never waits for the device: what it has not finished is counted later.
 
     Args:
         reset: start counting again from zero.
@@ -244,8 +254,7 @@ def _check_comms(handles: list[ParamGroup]) -> None:
 def _check_topology(handles: list[ParamGroup], config: QSDPConfig) -> None:
     """Raises ValueError where ``config`` asks for nodes or replicas that the model has not."""
     for handle in handles:
-        if config.ranks_per_node is not None:
-            check_node_size(dist.get_world_size(handle.group), config.ranks_per_node)
+        check_node_size(dist.get_world_size(handle.group), config.ranks_per_node or 1)
         if config.replicas is not None and handle.replicate_group is None:
             raise ValueError(
                 f"QSDPConfig(replicas=...) is for HSDP and module {handle.path} has no replicas: "
@@ -259,6 +268,18 @@ def _check_topology(handles: list[ParamGroup], config: QSDPConfig) -> None:
             )
 
 
+def _tell_of_nodes(units: list[Unit], config: QSDPConfig) -> None:
+    """Two levels that nobody asked for are said once, by one rank."""
+    sizes = {unit.gather_route.ranks_per_node for unit in units} - {1}
+    if config.ranks_per_node is None and sizes and dist.get_rank() == 0:
+        _log.warning(
+            "qsdp: collectives take two levels, because nodes hold %s ranks of an FSDP group "
+            "(LOCAL_WORLD_SIZE=%s); QSDPConfig(ranks_per_node=1) asks for flat ones",
+            " or ".join(map(str, sorted(sizes))),
+            os.environ.get("LOCAL_WORLD_SIZE"),
+        )
+
+
 def _warn_of_nothing(units: list[Unit], config: QSDPConfig) -> None:
     """What was asked for and cannot act is said once, when it is asked for."""
     shapes = [shape for unit in units for shape in unit.handle.shapes]
@@ -266,6 +287,12 @@ def _warn_of_nothing(units: list[Unit], config: QSDPConfig) -> None:
         warnings.warn(
             f"qsdp: nothing in this model is quantized: no parameter has two dimensions and "
             f"{config.min_numel} elements; lower QSDPConfig(min_numel=...)",
+            stacklevel=3,
+        )
+    if config.inside_node and not any(unit.reduce_route.two_level for unit in units):
+        warnings.warn(
+            "qsdp: QSDPConfig(inside_node=...) has no effect: no FSDP group of this model has "
+            "several nodes of several ranks",
             stacklevel=3,
         )
     if all(unit.handle.group.size() == 1 for unit in units):

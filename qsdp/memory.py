@@ -14,16 +14,19 @@ import torch
 
 from qsdp.buffers import pool
 from qsdp.quantizer import Quantizer
-from qsdp.rows import accumulate_rows, decode_rows, encode_rows
+from qsdp.rows import accumulate_rows, decode_rows, difference_rows, encode_rows
 from qsdp.wire import Segment, WireLayout, wire_layout
 
-_LOOK = 1024  # values of a row that nearly always tell whether it has changed
 # Of the error that a row has anyway, by being kept in few bits: what a change may add. Together
 # sqrt(1 + 0.3^2), less than a twentieth more.
 _TOLERANCE = 0.3
 _KEPT_STEPS = 255  # as for 8 bits, where weights are kept as they are gathered
 _LEAP = 0.3  # of a parameter's norm: no optimizer step changes it by so much
 _FASTER = 3.0  # than the step before: nor by so many times more
+
+# Bits of the mark that a rank sends with its row.
+WHOLE = 1  # differences are not right for it: it is to travel whole
+LOOKED = 2  # this rank's host looks at the marks of all before it goes on
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,18 @@ class KeptWeights:
     as zero when differences are taken: a difference to it would never be finite again.
 
     Few bits are right for the small changes of optimizer steps. After any other change (weights
-    loaded, averaged, made anew), a row is to travel whole once more: :meth:`outgoing` says so.
+    loaded, averaged, made anew), a row is to travel whole once more: its mark says so. On
+    accelerators everything stays on the device; see :meth:`to_renew` for when the host looks.
 
     Args:
         keeping: how each segment of a row is kept, in order.
         dtype: of the weights.
         num_ranks: rows.
         own: which of them is this rank's.
+
+    Attributes:
+        reductions: of gradients, up to the last row that was sent.
+        pace: of each segment of differences its last change by training, as a share of its norm.
     """
 
     def __init__(
@@ -78,30 +86,26 @@ class KeptWeights:
         device: torch.device,
     ) -> None:
         self.layout = wire_layout(tuple(k.segment for k in keeping), dtype)
-        self.num_ranks, self.own, self.started = num_ranks, own, False
-        spans = [(s, k.differences) for s, k in zip(self.layout.spans, keeping, strict=True)]
-        pairs = zip(self.layout.spans, keeping, strict=True)
-        self._limits = [(s.values, k.limit) for s, k in pairs if k.differences and s.segment.numel]
-        self._as_is = _joined(span.values for span, differs in spans if not differs)
-        self._differences = _joined(span.values for span, differs in spans if differs)
+        self.num_ranks, self.own, self.started, self.reductions = num_ranks, own, False, 0
+        self.on_host = device.type == "cpu"
+        pairs = list(zip(self.layout.spans, keeping, strict=True))
+        differing = [i for i, (s, k) in enumerate(pairs) if k.differences and s.segment.numel]
+        self._differences = _joined(s.values for s, k in pairs if k.differences)
         # Kept as they are gathered: there is no code to accumulate into.
-        self._plain = _joined(
-            span.values for span, differs in spans if differs and span.segment.quantizer is None
-        )
-        self._as_is_bytes = _joined(
-            slice(span.data_offset, span.data_offset + self.layout.raw_bytes(span))
-            for span, differs in spans
-            if not differs
-        )
+        plain = [(s, k) for s, k in pairs if k.differences and s.segment.quantizer is None]
+        self._plain = _joined(span.values for span, _ in plain)
+        self._rows, self._limits = differing, [pairs[i][1].limit for i in differing]
+        self._owed: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         with torch.inference_mode(False):  # training goes on with it after an inference
             shape = num_ranks, self.layout.row_bytes
             self.wire = torch.zeros(shape, dtype=torch.uint8, device=device)
             # Another one, because accumulating reads the one while it writes the other.
             self._spare = torch.empty_like(self.wire)
             self.sent = torch.zeros(self.layout.numel, dtype=dtype, device=device)
-            # Of each segment of differences its last change by training, as a share of its norm;
-            # then how many reductions there had been.
-            self.pace = torch.zeros(len(self._limits) + 1, dtype=torch.float64)
+            self.pace = torch.zeros(len(differing), dtype=torch.float64, device=device)
+            self._stats = torch.zeros(len(pairs), 4, dtype=torch.float64, device=device)
+            self._rows_there = torch.tensor(differing, dtype=torch.int64, device=device)
+            self._limits_there = torch.tensor(self._limits, dtype=torch.float64, device=device)
 
     def start(self, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Keep the weights themselves.
@@ -116,97 +120,154 @@ class KeptWeights:
         self.started = True
 
     def restart(self, known: torch.Tensor, sent: torch.Tensor, pace: torch.Tensor) -> None:
-        """Take this rank's own row, encoded, and what it stood for, from a saved state.
+        """Take this rank's own row, encoded, and what it stood for, from :meth:`state`.
 
         The rows of the other ranks are to be written to ``wire`` before the next gather.
         """
         self.wire[self.own].copy_(known)
         self.sent.copy_(sent)
-        self.pace.copy_(pace)
-        self.started = True
+        self.pace.copy_(pace[:-1])
+        self.reductions = int(pace[-1])
+        self.started, self._owed = True, None
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Copies of what :meth:`restart` takes: ``kept``, ``sent`` and ``pace``."""
+        sent = self.sent.clone()
+        if self._owed is not None and _any_whole(self._told(self._owed)):
+            # Equal to nothing: whoever continues finds that it has changed, not by training.
+            sent.fill_(math.nan)
+        reductions = self.pace.new_full((1,), self.reductions)
+        return {
+            "kept": self.wire[self.own].clone(),
+            "sent": sent,
+            "pace": torch.cat((self.pace, reductions)),
+        }
 
     def read(self, rows: torch.Tensor) -> None:
         """Write the weights that are kept to ``rows`` (num_ranks, numel)."""
         decode_rows(self.wire, self.layout, rows)
 
-    def outgoing(self, values: torch.Tensor, reductions: int) -> tuple[torch.Tensor, bool]:
-        """What to send of this rank's ``values`` (numel,), and whether they must travel whole too.
+    def outgoing(
+        self, values: torch.Tensor, reductions: int, looks: bool
+    ) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """What to send of this rank's ``values`` (numel,), and the mark of its row.
 
         Args:
             reductions: of gradients so far. Values that change without one between were not
                 changed by an optimizer.
+            looks: whether the host will look at the marks, for the mark.
         """
         change = pool.take(values.numel(), values.dtype, values.device)
-        decode_rows(self.wire[self.own : self.own + 1], self.layout, change.view(1, -1))
-        _make_finite(change)
-        torch.sub(values, change, out=change)
-        # An infinity is equal to itself, but not known to the others.
-        if torch.equal(values, self.sent) and bool(change.isfinite().all()):
-            change.zero_()
-            whole = False
-        else:
-            whole = self._is_too_much(change, values, reductions)
-            self.sent.copy_(values)
-        for part in self._as_is:
-            change[part] = values[part]
-        return change, whole
+        before = self.wire[self.own]
+        difference_rows(values, self.layout, before, self.sent, change, self._stats)
+        for part in self._plain:  # raw, so `change` holds the values themselves
+            _subtract_raw(change, before, self.layout, part)
+        if self._plain:
+            self._stats_of_plain(change, values)
+        trained, self.reductions = reductions != self.reductions, reductions
+        decide = self._decide_here if self.on_host else self._decide
+        return change, decide(change, trained) + LOOKED * looks
 
-    def _is_too_much(self, change: torch.Tensor, values: torch.Tensor, reductions: int) -> bool:
-        """Whether ``change`` is not an optimizer's, and too large for its few bits."""
-        trained = reductions != int(self.pace[-1])
-        self.pace[-1] = reductions
-        too_much = False
-        for index, (part, limit) in enumerate(self._limits):
-            moved, norm = float(change[part].norm()), float(values[part].norm())
-            share, pace = moved / norm if norm else math.inf * moved, float(self.pace[index])
-            step = trained and share <= _LEAP and (not pace or share <= _FASTER * pace)
-            too_much |= share > limit and not step
+    def _decide_here(self, change: torch.Tensor, trained: bool) -> int:
+        """On the host: whether the row is to travel whole; a row that has not changed is zero."""
+        stats, pace = self._stats.tolist(), self.pace.tolist()
+        if not any(stats[row][2] or stats[row][3] for row in self._rows):
+            for part in self._differences:
+                change[part] = 0
+            return 0
+        whole = 0
+        for index, (row, limit) in enumerate(zip(self._rows, self._limits, strict=True)):
+            moved, norm = math.sqrt(stats[row][0]), math.sqrt(stats[row][1])
+            share = moved / norm if norm else math.inf * moved
+            usual = not pace[index] or share <= _FASTER * pace[index]
+            step = trained and share <= _LEAP and usual
+            whole |= share > limit and not step
             if trained and 0 < share <= _LEAP:
-                self.pace[index] = share
-        return too_much
+                pace[index] = share
+        self.pace.copy_(torch.tensor(pace, dtype=torch.float64))
+        return int(whole)
 
-    def renew(self, whole: bool) -> None:
-        """Put this rank's row into ``wire`` anew if it is to travel whole; the others' stay."""
-        if whole:
-            row = self.wire[self.own : self.own + 1]
-            encode_rows(self.sent.view(1, -1), self.layout, row, key=0)
+    def _decide(self, change: torch.Tensor, trained: bool) -> torch.Tensor:
+        """The same on the device: a 0-dimensional int64."""
+        stats = self._stats[self._rows_there]
+        changed = (stats[:, 2:] != 0).any()
+        for part in self._differences:  # what has not changed is finite
+            change[part] *= changed
+        share = (stats[:, 0] / stats[:, 1]).sqrt().nan_to_num(nan=0.0, posinf=math.inf)
+        step = (share <= _LEAP) & ((self.pace == 0) | (share <= _FASTER * self.pace)) & trained
+        whole = ((share > self._limits_there) & ~step).any() & changed
+        if trained:
+            paced = (share > 0) & (share <= _LEAP) & changed
+            torch.where(paced, share, self.pace, out=self.pace)
+        return whole.long()
+
+    def _stats_of_plain(self, change: torch.Tensor, values: torch.Tensor) -> None:
+        """Of what is kept as it is gathered, for which the kernels take no differences."""
+        for row, span in enumerate(self.layout.spans):
+            if span.segment.quantizer is None and span.segment.numel:
+                part, finite = change[span.values].double(), change[span.values].isfinite()
+                self._stats[row, 0] = part.square().sum()
+                self._stats[row, 1] = values[span.values].double().square().sum()
+                self._stats[row, 3] = (~finite).sum()
 
     def arrived(self, rows: torch.Tensor) -> None:
         """Take what :meth:`outgoing` gave on all ranks: ``rows`` (num_ranks, numel) become weights.
 
-        A row without differences stays as it is, bit for bit.
+        Blocks without differences stay as they are, bit for bit.
         """
-        changed, before = self._changed(rows), self.wire
-        if self._plain:
-            kept = torch.empty_like(rows)
-            decode_rows(before, self.layout, kept)
-            _make_finite(kept)
-            for part in self._plain:
-                rows[:, part] += kept[:, part]
-        accumulate_rows(rows, self.layout, before, self._spare)
-        self.wire, self._spare = self._spare, before
-        # On CPUs it costs nothing to see that there is nothing to put back.
-        if changed.device.type == "cpu" and changed.all():
-            return
-        # Encoding what was decoded may move a scale by its last bit.
-        renewed = changed[:, None].expand_as(before).clone()
-        for part in self._as_is_bytes:
-            renewed[:, part] = True
-        torch.where(renewed, self.wire, before, out=self.wire)
-        decode_rows(self.wire, self.layout, rows)
+        for part in self._plain:
+            for row, known in zip(rows, self.wire, strict=True):
+                row[part] += _finite(_raw(known, self.layout, part))
+        accumulate_rows(rows, self.layout, self.wire, self._spare)
+        self.wire, self._spare = self._spare, self.wire
 
-    def _changed(self, rows: torch.Tensor) -> torch.Tensor:
-        """(num_ranks,) bool: rows whose differences are not all zero."""
-        parts = [rows[:, part] for part in self._differences]
-        if rows.device.type != "cpu":
-            return torch.stack([part.any(1) for part in parts]).any(0)
-        return torch.tensor(
-            [
-                any(bool(part[row, :_LOOK].any()) for part in parts)
-                or any(bool(part[row].any()) for part in parts)
-                for row in range(len(rows))
-            ]
-        )
+    def to_renew(self, marks: torch.Tensor, looks: bool) -> list[bool] | None:
+        """Which rows are to travel whole now, before anybody computes with them; None if none are.
+
+        Equal on all ranks, without a word between their hosts. On CPUs, and on an accelerator where
+        every rank's host has noticed that weights may have changed otherwise than by an optimizer
+        (:class:`qsdp.watch.Watch`), the hosts look at the marks. In all other cases they look at
+        the next gather, when the marks have long arrived and cost no waiting: rows travel then.
+
+        Args:
+            marks: (num_ranks,) int64, of all rows of this gather.
+            looks: as given to :meth:`outgoing`.
+        """
+        owed, self._owed = self._owed, None
+        due = [bool(mark & WHOLE) for mark in self._told(owed)] if owed else None
+        if due is not None and not any(due):
+            due = None
+        if not looks:
+            self._owed = self._tell(marks)
+            return due
+        now = marks.tolist()
+        if not all(mark & LOOKED for mark in now):
+            self._owed = self._tell(marks)
+            return due
+        if not _any_whole(now):
+            return due
+        return [bool(mark & WHOLE) or bool(due and due[i]) for i, mark in enumerate(now)]
+
+    def renew(self, whole: Sequence[bool]) -> None:
+        """Put this rank's row into ``wire`` anew if it is to travel whole; the others' stay."""
+        if whole[self.own]:
+            row = self.wire[self.own : self.own + 1]
+            encode_rows(self.sent.view(1, -1), self.layout, row, key=0)
+
+    def _tell(self, marks: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Send marks to the host, which does not wait for them."""
+        if marks.device.type == "cpu":
+            return marks.clone(), None
+        there = torch.empty(marks.shape, dtype=marks.dtype, pin_memory=True)
+        there.copy_(marks, non_blocking=True)
+        return there, torch.cuda.current_stream().record_event()
+
+    def _told(self, owed: tuple[torch.Tensor, torch.cuda.Event | None]) -> list[int]:
+        marks, event = owed
+        if event is not None:
+            event.synchronize()
+        told: list[int] = marks.tolist()
+        return told
 
 
 class Residuals:
@@ -272,8 +333,27 @@ def _joined(parts: Iterable[slice]) -> list[slice]:
     return joined
 
 
-def _make_finite(values: torch.Tensor) -> None:
+def _any_whole(marks: Iterable[int]) -> bool:
+    return any(mark & WHOLE for mark in marks)
+
+
+def _raw(row: torch.Tensor, layout: WireLayout, part: slice) -> torch.Tensor:
+    """The values of segments in full precision that lie together, in an encoded row."""
+    start = next(
+        span.data_offset
+        for span in layout.spans
+        if span.segment.quantizer is None and span.segment.numel and span.values.start == part.start
+    )
+    size = (part.stop - part.start) * layout.dtype.itemsize
+    return row[start : start + size].view(layout.dtype)
+
+
+def _subtract_raw(
+    change: torch.Tensor, before: torch.Tensor, layout: WireLayout, part: slice
+) -> None:
+    change[part] -= _finite(_raw(before, layout, part))
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
     """Zeros in place of what is not finite."""
-    # A sum is finite only if all of its terms are, and reads without writing.
-    if values.device.type != "cpu" or not values.sum().isfinite():
-        torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0, out=values)
+    return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)

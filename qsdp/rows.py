@@ -31,7 +31,7 @@ def encode_rows(
     key: int,
     first_row: int = 0,
     sender: int = 0,
-    mark: bool | torch.Tensor = False,
+    mark: int | torch.Tensor = 0,
 ) -> None:
     """Encode ``values`` (..., layout.numel) into ``wire`` (..., layout.row_bytes).
 
@@ -47,7 +47,7 @@ def encode_rows(
     if layout.mark and isinstance(mark, torch.Tensor):
         layout.marks(wire).copy_(mark)
     elif layout.mark and mark:  # encoding has left zeros there
-        layout.marks(wire).fill_(1)
+        layout.marks(wire).fill_(mark)
     if layout.checksum:
         seal(wire)
 
@@ -124,6 +124,25 @@ def difference_rows(
     ``stats``.
     """
     backend_for(values.device).difference(values, layout, before, sent, change, stats)
+
+
+def warm_up(
+    layout: WireLayout,
+    num_rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    keeps: bool = False,
+) -> None:
+    """Compile what rows of ``layout`` will need on an accelerator, before anybody waits for it.
+
+    Args:
+        num_rows: that are decoded at once.
+        dtype: of the values.
+        keeps: for :func:`difference_rows` and :func:`accumulate_rows`, in place of the others.
+    """
+    prepare = getattr(backend_for(device), "warm_up", None)
+    if prepare is not None and layout.numel:
+        prepare(layout, num_rows, dtype, device, keeps=keeps)
 
 
 def check_rows(wire: torch.Tensor, layout: WireLayout, senders: Sequence[int]) -> None:

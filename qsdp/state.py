@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 from qsdp.agreement import require_agreement_in
-from qsdp.collectives import piece_layout
 from qsdp.exchange import gather_rows
 from qsdp.fsdp import groups_of, units_of
 from qsdp.levels import Learnable, LevelLearner, uniform_levels
 from qsdp.memory import KeptWeights
 from qsdp.param_group import find_param_groups
+from qsdp.stages import piece_layout
 from qsdp.unit import Unit
 
 FORMAT = 3
@@ -41,7 +41,8 @@ def comm_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         return {}
     state = {"format": torch.tensor([FORMAT, dist.get_world_size()])}
     for unit in units:
-        state |= _shared_state(unit) | _own_state(unit)
+        with unit.turns:
+            state |= _shared_state(unit) | _own_state(unit)
     return state
 
 
@@ -67,9 +68,10 @@ def load_comm_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     if not state:
         return
     for unit in units:
-        _load_shared(unit, state)
-        if same_ranks:
-            _load_own(unit, state)
+        with unit.turns:
+            _load_shared(unit, state)
+            if same_ranks:
+                _load_own(unit, state)
     if not same_ranks and any(_kept(unit) or _feeds_back(unit) for unit in units):
         warnings.warn(
             f"qsdp: this state of communication was saved by {int(state['format'][1])} ranks and "
@@ -127,11 +129,9 @@ def _load_shared(unit: Unit, state: Mapping[str, torch.Tensor]) -> None:
 
 def _own_state(unit: Unit) -> dict[str, torch.Tensor]:
     """This rank's own."""
-    own = {}
+    own: dict[str, torch.Tensor] = {}
     for name, kept in _kept(unit).items():
-        own[f"kept.{name}"] = kept.wire[kept.own].clone()
-        own[f"sent.{name}"] = kept.sent.clone()
-        own[f"pace.{name}"] = kept.pace.clone()
+        own |= {f"{kind}.{name}": value for kind, value in kept.state().items()}
     known = {
         f"{kind}.{name}": residual
         for kind, residuals in _residuals(unit).items()
@@ -147,7 +147,7 @@ def _load_own(unit: Unit, state: Mapping[str, torch.Tensor]) -> None:
     started = bool(state[f"progress.{unit.handle.path}"][1])
     for name, kept in _kept(unit).items() if started else ():
         kept.restart(*(state[f"{kind}.{name}{suffix}"] for kind in ("kept", "sent", "pace")))
-        for work in gather_rows(kept.wire, kept.own, unit.handle.group):
+        for work in gather_rows(kept.wire, unit.gather_route):
             work.wait()
     for kind, residuals in _residuals(unit).items():
         names = [name for name in _residual_shapes(unit) if name.startswith(f"{kind}.")]

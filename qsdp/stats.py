@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
 
+# Private, checked on torch 2.11 to 2.15: the public record_function costs as much while nobody
+# profiles as while somebody does.
+from torch._C._autograd import _profiler_enabled
+
 from qsdp.columns import format_columns
 
 Phase = Literal["encode", "network", "decode"]
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+_MOST_EVENTS = 64  # that are kept before somebody looks which of them have passed
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,9 @@ class CommStats:
     Bytes count what goes to other ranks (as much comes from them), not what a rank keeps for
     itself. ``stock_*`` is what FSDP2's own collective would have sent for the same calls.
     ``all_reduce`` is that of gradients between HSDP's replicas, where it is quantized.
-    ``inter_node_sent`` is the part of what was sent that left the node. Times are wall time on CPU
-    and stream time on CUDA; ``network_s`` includes waiting for the other ranks.
+    ``inter_node_sent`` is the part of what was sent that left the node. Times are counted from
+    :func:`qsdp.observe_comms` on: wall time on CPU and stream time on CUDA, of what the device has
+    finished; ``network_s`` includes waiting for the other ranks.
 
     Attributes:
         modules: the same by FSDP module and collective, of those that qsdp counts.
@@ -113,10 +120,14 @@ class CommMeter:
 
     Args:
         ranks_per_node: how many ranks of the group share this rank's node.
+        label: of the module, in a profiler's record.
+
+    Attributes:
+        timing: whether phases are timed; off until somebody asks, because it costs the host time.
     """
 
-    def __init__(self, ranks_per_node: int = 1) -> None:
-        self.ranks_per_node = ranks_per_node
+    def __init__(self, ranks_per_node: int = 1, label: str = "") -> None:
+        self.ranks_per_node, self.label, self.timing = ranks_per_node, label, False
         self.reset()
 
     def reset(self) -> None:
@@ -149,29 +160,53 @@ class CommMeter:
             network_s=self.seconds("network"),
         )
 
-    @contextmanager
-    def phase(self, name: Phase, device: torch.device) -> Iterator[None]:
-        """Time the body as ``name``, with events on CUDA so that nothing synchronizes."""
-        if device.type != "cuda":
-            start = time.perf_counter()
-            yield
-            self._seconds[name] += time.perf_counter() - start
-            return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        yield
-        end.record()
-        self._pending.append((name, begin, end))
-        while self._pending and self._pending[0][2].query():
-            self._fold()
+    def phase(self, name: Phase, device: torch.device) -> AbstractContextManager[None]:
+        """Time the body as ``name``, if times are asked for, and show it to a profiler.
+
+        Nothing synchronizes: on CUDA it takes events.
+        """
+        if not self.timing and not _profiler_enabled():
+            return _NOTHING
+        return _Phase(self, name, device)
 
     def seconds(self, name: Phase) -> float:
-        """Seconds spent in a phase; waits for CUDA work that was recorded."""
-        while self._pending:
-            self._pending[0][2].synchronize()
-            self._fold()
+        """Seconds spent in a phase, of what the device has finished."""
+        while self._pending and self._pending[0][2].query():
+            phase, begin, end = self._pending.popleft()
+            self._seconds[phase] += begin.elapsed_time(end) / 1e3
         return self._seconds[name]
 
-    def _fold(self) -> None:
-        name, begin, end = self._pending.popleft()
-        self._seconds[name] += begin.elapsed_time(end) / 1e3
+    def add(self, name: Phase, seconds: float) -> None:
+        """Add to the time of a phase."""
+        self._seconds[name] += seconds
+
+    def add_events(self, name: Phase, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """Add the time between two events, once the device has reached them."""
+        self._pending.append((name, begin, end))
+        if len(self._pending) > _MOST_EVENTS:
+            self.seconds(name)
+
+
+class _Phase(AbstractContextManager[None]):
+    """One phase of one call."""
+
+    def __init__(self, meter: CommMeter, name: Phase, device: torch.device) -> None:
+        self._meter, self._name, self._on_cuda = meter, name, device.type == "cuda"
+        word = "exchange" if name == "network" else name
+        self._record = torch.profiler.record_function(f"qsdp.{word} {meter.label}".rstrip())
+
+    def __enter__(self) -> None:
+        self._record.__enter__()
+        if self._on_cuda and self._meter.timing:
+            self._begin = torch.cuda.Event(enable_timing=True)
+            self._begin.record()
+        self._start = time.perf_counter()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._meter.timing and not self._on_cuda:
+            self._meter.add(self._name, time.perf_counter() - self._start)
+        elif self._meter.timing:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self._meter.add_events(self._name, self._begin, end)
+        self._record.__exit__(*error)

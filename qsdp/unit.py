@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 
 from qsdp.config import QSDPConfig
-from qsdp.exchange import NodeGroups, node_groups
+from qsdp.exchange import Route, launched_ranks_per_node, route
 from qsdp.kernels.philox import derive_key
 from qsdp.levels import Learnable, LevelLearner
 from qsdp.memory import Keeping, KeptWeights, Residuals
 from qsdp.param_group import ParamGroup
+from qsdp.rows import warm_up
+from qsdp.streams import Turns
+from qsdp.watch import Watch
 from qsdp.ways import (
     Differences,
     Direction,
@@ -27,6 +30,7 @@ from qsdp.ways import (
 from qsdp.wire import VALUE_DTYPES, Segment, WireLayout
 
 _WEIGHTS, _GRADIENTS, _REPLICAS = 0, 1, 2  # for keys; DDP's is 3
+_LEARNED_DIRECTIONS: tuple[Direction, ...] = ("weights", "gradients")
 
 
 @dataclass
@@ -36,12 +40,33 @@ class Part:
     Attributes:
         indices: of the parameters.
         dtype: of their values.
+        layout: of one rank's row, with the tables of levels as they are now.
         kept: what is kept of them, where a parameter travels as differences.
     """
 
     indices: tuple[int, ...]
     dtype: torch.dtype
+    layout: WireLayout
     kept: KeptWeights | None
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Gradients that are reduced together: some parameters', in one dtype.
+
+    Attributes:
+        indices: of the parameters; None where they are not known, and all travel as they are.
+        layout: of the row that reaches its owner; of sums, in float32, where rows take two hops.
+        inside: of the rows inside a node, where rows take two hops.
+        replicas: of what HSDP's replicas reduce.
+        feedback: names of the parameters, None for those without error feedback; empty if none has.
+    """
+
+    indices: tuple[int, ...] | None
+    layout: WireLayout
+    inside: WireLayout
+    replicas: WireLayout
+    feedback: tuple[str | None, ...]
 
 
 class Unit:
@@ -50,11 +75,13 @@ class Unit:
     Attributes:
         handle: of the parameter group.
         ways: of each parameter, in the flat buffer's order.
-        nodes: for two-level collectives; None for flat ones.
+        gather_route, reduce_route: with whom rows are exchanged, in one hop or two.
         learner: tables of levels and their clock.
         residuals: of gradients, for error feedback.
         replica_residuals: of the all-reduce between replicas: of what this rank contributes, and of
             the sums that it forwards.
+        turns: order between uses of what is remembered.
+        watch: whether weights may have changed otherwise than by an optimizer.
         weights_key, gradients_key, replicas_key: of the random rounding.
 
     Args:
@@ -68,33 +95,52 @@ class Unit:
             config.ways_of(names, () if payload else shape, exact)
             for names, shape, payload in named
         ]
-        self.nodes: NodeGroups | None = None
-        if config.ranks_per_node is not None:
-            self.nodes = node_groups(handle.group, config.ranks_per_node)
+        self.names, self.sizes = handle.names, tuple(handle.shard_numels)
+        self.everything = tuple(range(len(self.ways)))
+        self.gather_route, self.reduce_route = self._routes()
         self.learner = LevelLearner()
         self.residuals, self.replica_residuals = Residuals(), (Residuals(), Residuals())
+        self.turns, self.watch = Turns(handle.device), Watch(handle)
         self.weights_key = derive_key(config.seed, _WEIGHTS, handle.index)
         self.gradients_key = derive_key(config.seed, _GRADIENTS, handle.index, dist.get_rank())
         # Equal on all replicas of a shard: they must agree on the bits of the final gather.
         own_shard = handle.group.rank()
         self.replicas_key = derive_key(config.seed, _REPLICAS, handle.index, own_shard)
-        self._reduced: tuple[int, ...] = ()
+        self.learns = any(
+            self.learnable(d, i) for d in _LEARNED_DIRECTIONS for i in self.everything
+        )
+        self._before_reduction: tuple[int, ...] = ()
         self._parts: dict[tuple[torch.dtype, ...], list[Part]] = {}
-        self._layouts: dict[tuple[Direction, tuple[int, ...], torch.dtype], WireLayout] = {}
+        self._reductions: dict[tuple[tuple[int, ...], torch.dtype], Reduction] = {}
 
-    @property
-    def everything(self) -> tuple[int, ...]:
-        """Indices of all parameters."""
-        return tuple(range(len(self.ways)))
+    def _routes(self) -> tuple[Route, Route]:
+        """Of weights and of gradients: two hops where nodes have several ranks of the group."""
+        group, device = self.handle.group, self.handle.device
+        per_node = self.config.ranks_per_node or launched_ranks_per_node(group)
+        flat = any(isinstance(ways["gradients"], Feedback) for ways in self.ways)
+        return (
+            route(group, device, per_node),
+            route(group, device, None if flat else per_node),
+        )
+
+    def warm_up(self) -> None:
+        """Compile kernels and make tables now, before collectives that have a timeout."""
+        gathered, reduced = self.handle.gather_dtypes, self.handle.reduce_dtype
+        if self.handle.device.type == "cpu":
+            return
+        for part in self.parts() if self.quantizes("weights") else ():
+            size, device = self.gather_route.size, self.handle.device
+            warm_up(part.layout, size, part.dtype, device)
+            if part.kept is not None:
+                warm_up(part.kept.layout, size, part.dtype, device, keeps=True)
+        if self.quantizes("gradients") and len({*gathered}) == 1:
+            reduction = self._reduction(self.everything, reduced or gathered[0])
+            for layout in (reduction.layout, reduction.inside):
+                warm_up(layout, self.reduce_route.size, layout.dtype, self.handle.device)
 
     def quantizes(self, direction: Direction) -> bool:
         """Whether a parameter is quantized in this direction."""
         return any(ways[direction] is not None for ways in self.ways)
-
-    @property
-    def learns(self) -> bool:
-        """Whether levels are learned in a direction."""
-        return any(self.learnable(d, i) for d in ("weights", "gradients") for i in self.everything)
 
     def why_not(self, direction: Direction, dtypes: Sequence[torch.dtype]) -> str:
         """Why parameters of this unit are not quantized in a direction; empty if all are.
@@ -123,24 +169,20 @@ class Unit:
         quantizer, schedule = quantizer_of(way), schedule_of(way)
         if quantizer is None or schedule is None:
             return None
-        return Learnable(direction, self.handle.names[index], quantizer, schedule)
+        return Learnable(direction, self.names[index], quantizer, schedule)
 
     def layout(
         self, direction: Direction, indices: tuple[int, ...], dtype: torch.dtype
     ) -> WireLayout:
         """Layout of one rank's values of some parameters."""
-        key = (direction, indices, dtype)
-        if key not in self._layouts:
-            sizes, names = self.handle.shard_numels, self.handle.names
-            self._layouts[key] = row_layout(
-                [sizes[i] for i in indices],
-                [self.way(direction, i) for i in indices],
-                direction,
-                dtype,
-                self.config.verify,
-                [self.learner.tables.get((direction, names[i])) for i in indices],
-            )
-        return self._layouts[key]
+        return row_layout(
+            [self.sizes[i] for i in indices],
+            [self.way(direction, i) for i in indices],
+            direction,
+            dtype,
+            self.config.verify,
+            [self.learner.tables.get((direction, self.names[i])) for i in indices],
+        )
 
     def raw_layout(self, numel: int, dtype: torch.dtype) -> WireLayout:
         """Layout of as many values in full precision."""
@@ -148,44 +190,72 @@ class Unit:
 
     def before_reduction(self, indices: tuple[int, ...]) -> None:
         """Take note of the parameters whose gradients are about to be reduced."""
-        self._reduced = indices
+        self._before_reduction = indices
         self.learner.reductions += 1
 
-    def reduced(self, numel: int) -> tuple[int, ...] | None:
-        """Indices of the parameters whose gradients are being reduced.
+    def reduction(self, numel: int, dtype: torch.dtype) -> Reduction:
+        """Of the parameters whose gradients are being reduced.
 
         Args:
             numel: of one rank's part of them.
+            dtype: of the gradients.
 
-        None, with a warning, where FSDP2 reduces something else than was seen.
+        In full precision, with a warning, where FSDP2 reduces something else than was seen.
         """
-        sizes = self.handle.shard_numels
-        if sum(sizes[i] for i in self._reduced) == numel:
-            return self._reduced
+        indices = self._before_reduction
+        found = self._reductions.get((indices, dtype))
+        if found is None:
+            found = self._reductions[indices, dtype] = self._reduction(indices, dtype)
+        if found.layout.numel == numel:
+            return found
         warnings.warn(
             f"qsdp: gradients of module {self.handle.path} travel in full precision: FSDP2 reduces "
             f"{numel} values a rank, which are not those of the parameters with a gradient",
             stacklevel=3,
         )
-        return None
+        raw = self.raw_layout(numel, dtype)
+        sums = self.raw_layout(numel, torch.float32) if self.reduce_route.two_level else raw
+        return Reduction(None, sums, raw, raw, ())
+
+    def _reduction(self, indices: tuple[int, ...], dtype: torch.dtype) -> Reduction:
+        feedback = self._feedback_names("gradients", indices)
+        sums = torch.float32 if self.reduce_route.two_level else dtype
+        return Reduction(
+            indices,
+            self.layout("gradients", indices, sums),
+            self.layout("inside_node", indices, dtype),
+            self.layout("replicas", indices, dtype),
+            feedback if any(feedback) else (),
+        )
 
     def learn(
-        self, direction: Direction, indices: Sequence[int], rows: torch.Tensor, dtype: torch.dtype
-    ) -> None:
-        """Learn new levels from ``rows`` (num_rows, numel) of these parameters, where it is due."""
-        spans = self.layout(direction, tuple(indices), dtype).spans
+        self, direction: Direction, indices: Sequence[int], rows: torch.Tensor, layout: WireLayout
+    ) -> bool:
+        """Learn new levels from ``rows`` (num_rows, numel) of these parameters, where it is due.
+
+        Returns:
+            Whether tables have changed, and layouts with them.
+        """
         candidates = [
             (learnable, rows[:, span.values])
-            for index, span in zip(indices, spans, strict=True)
+            for index, span in zip(indices, layout.spans, strict=True)
             if (learnable := self.learnable(direction, index)) is not None
         ]
-        if candidates and self.learner.learn_if_due(candidates, self.handle.group):
-            self._layouts.clear()
+        if not candidates or not self.learner.learn_if_due(candidates, self.handle.group):
+            return False
+        self._tables_changed()
+        return True
 
     def use_tables(self, learner: LevelLearner) -> None:
         """Take over a learner from a saved state."""
         self.learner = learner
-        self._layouts.clear()
+        self._tables_changed()
+
+    def _tables_changed(self) -> None:
+        self._reductions.clear()
+        for parts in self._parts.values():
+            for part in parts:
+                part.layout = self.layout("weights", part.indices, part.dtype)
 
     def parts(self, dtype: torch.dtype | None = None, numel: int = 0) -> list[Part]:
         """What is gathered, by dtype.
@@ -196,37 +266,46 @@ class Unit:
 
         None at all for a buffer that somebody else has packed.
         """
-        sizes, own = self.handle.shard_numels, self.handle.gather_dtypes
-        dtypes = tuple(own) if dtype is None or dtype == torch.uint8 else (dtype,) * len(own)
-        packed = sum(size * kind.itemsize for size, kind in zip(sizes, dtypes, strict=True))
-        if dtype == torch.uint8 and (packed != numel or len(set(dtypes)) == 1):
+        if dtype is None or dtype == torch.uint8:
+            return self._parts_of(tuple(self.handle.gather_dtypes), dtype, numel)
+        found = self._parts.get((dtype,))
+        return self._parts_of((dtype,) * len(self.sizes), dtype, numel) if found is None else found
+
+    def _parts_of(
+        self, dtypes: tuple[torch.dtype, ...], dtype: torch.dtype | None, numel: int
+    ) -> list[Part]:
+        packed = sum(size * kind.itemsize for size, kind in zip(self.sizes, dtypes, strict=True))
+        kinds = tuple(dict.fromkeys(dtypes))
+        if dtype == torch.uint8 and (packed != numel or len(kinds) == 1):
             return []
-        if not set(dtypes) <= set(VALUE_DTYPES):
+        if not set(kinds) <= set(VALUE_DTYPES):
             return []
-        if dtypes not in self._parts:
-            self._parts = {dtypes: [self._part(dtypes, kind) for kind in dict.fromkeys(dtypes)]}
-        return self._parts[dtypes]
+        key = dtypes if len(kinds) > 1 else kinds
+        if key not in self._parts:
+            self._parts = {key: [self._part(dtypes, kind) for kind in kinds]}
+        return self._parts[key]
 
     def _part(self, dtypes: tuple[torch.dtype, ...], dtype: torch.dtype) -> Part:
         indices = tuple(i for i in self.everything if dtypes[i] == dtype)
         ways = [self.way("weights", i) for i in indices]
+        layout = self.layout("weights", indices, dtype)
         if not any(isinstance(way, Differences) for way in ways):
-            return Part(indices, dtype, None)
-        sizes, group = self.handle.shard_numels, self.handle.group
-        keeping = [_keeping(way, sizes[i]) for way, i in zip(ways, indices, strict=True)]
-        device = self.handle.device
-        return Part(indices, dtype, KeptWeights(keeping, dtype, group.size(), group.rank(), device))
+            return Part(indices, dtype, layout, None)
+        keeping = [_keeping(way, self.sizes[i]) for way, i in zip(ways, indices, strict=True)]
+        size, rank = self.gather_route.size, self.gather_route.rank
+        kept = KeptWeights(keeping, dtype, size, rank, self.handle.device)
+        return Part(indices, dtype, layout, kept)
 
     def feeds_back(self, direction: Direction, index: int) -> bool:
         """Whether what is lost of a parameter's gradients is added to the next ones."""
         return isinstance(self.way(direction, index), Feedback)
 
-    def residual(self, indices: tuple[int, ...], layout: WireLayout) -> torch.Tensor | None:
+    def residual(self, reduction: Reduction) -> torch.Tensor | None:
         """Of these parameters' gradients, for :func:`qsdp.reduce_scatter_quantized`."""
-        names = self._feedback_names("gradients", indices)
-        if not any(names):
+        if not reduction.feedback:
             return None
-        return self.residuals.together(names, layout, self.handle.group.size(), self.handle.device)
+        size, device = self.reduce_route.size, self.handle.device
+        return self.residuals.together(reduction.feedback, reduction.layout, size, device)
 
     def replica_residual(
         self, indices: tuple[int, ...], pieces: WireLayout, num_replicas: int
@@ -245,8 +324,7 @@ class Unit:
     def _feedback_names(
         self, direction: Direction, indices: tuple[int, ...]
     ) -> tuple[str | None, ...]:
-        names = self.handle.names
-        return tuple(names[i] if self.feeds_back(direction, i) else None for i in indices)
+        return tuple(self.names[i] if self.feeds_back(direction, i) else None for i in indices)
 
 
 def _keeping(way: Way, numel: int) -> Keeping:

@@ -263,6 +263,9 @@ def case_resumed_run_equals_uninterrupted(rank: int) -> None:
 def case_bytes_counted_are_bytes_sent(rank: int) -> None:
     """Invariant 9, against what is handed to torch.distributed; and the ratio to stock."""
     model = qsdp.apply_qsdp(build(), QSDPConfig.preset("w8g4"))
+    train(model, rank, 1)
+    assert qsdp.comm_stats(model, reset=True).network_s == 0, "nobody has asked for times"
+    qsdp.observe_comms(model)
     sent = {0: 0, 1: 0}  # by tag: gathers, and parts of reductions
     exchange = dist.batch_isend_irecv
 
@@ -758,8 +761,8 @@ def four_case_two_level(rank: int) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # as torchrun says; flat collectives count by it
     weights, inter, gradients = {}, {}, {}
     for name, intra in (
-        ("flat", {}),
-        ("raw inside", {"ranks_per_node": 2}),
+        ("flat", {"ranks_per_node": 1}),
+        ("raw inside", {}),  # as the launcher says
         (
             "8 bit inside",
             {"ranks_per_node": 2, "inside_node": Quantizer(8, rounding="stochastic")},
@@ -781,8 +784,8 @@ def four_case_two_level(rank: int) -> None:
     # Differences take the same way: after two steps the weights are those of the flat gather.
     difference = QSDPConfig(Differences(Quantizer(4, 64, "nearest"), kept=None), None)
     moved, sent = {}, {}
-    for name, intra in (("flat", None), ("two-level", 2)):
-        model = qsdp.apply_qsdp(build(), replace(difference, ranks_per_node=intra))
+    for name, per_node in (("flat", 1), ("two-level", 2)):
+        model = qsdp.apply_qsdp(build(), replace(difference, ranks_per_node=per_node))
         parameters = [p.to_local() for p in model.parameters()]
         for change in (0.0, 0.003):
             with torch.no_grad():

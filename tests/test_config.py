@@ -53,8 +53,15 @@ def test_unknown_presets_are_named(name: str) -> None:
         ({"seed": 1.5}, "QSDPConfig(seed=...)"),
         ({"seed": 2**64}, "QSDPConfig(seed=...)"),
         ({"verify": 1}, "QSDPConfig(verify=...) must be True or False, got 1"),
-        ({"ranks_per_node": 1}, "QSDPConfig(ranks_per_node=...) must be an integer of at least 2"),
-        ({"inside_node": NEAREST}, "set ranks_per_node to the ranks of a node"),
+        ({"ranks_per_node": 0}, "QSDPConfig(ranks_per_node=...) must be an integer of at least 1"),
+        (
+            {"inside_node": NEAREST, "ranks_per_node": 1},
+            "set it to the ranks of a node, or to None",
+        ),
+        (
+            {"inside_node": NEAREST, "gradients": FED_BACK},
+            "Feedback for gradients does not go with two-level collectives",
+        ),
         (
             {"inside_node": NEAREST, "ranks_per_node": 2, "gradients": None},
             "set gradients, or inside_node=None",

@@ -9,9 +9,11 @@ import torch
 
 from qsdp import Quantizer
 from qsdp.kernels.compare import PLAIN, dtype_name, same_bits, with_bits
+from qsdp.memory import WHOLE as WHOLE_MARK
 from qsdp.memory import Keeping, KeptWeights, Residuals
 from qsdp.quantizer import every_format, format_name
 from qsdp.rows import decode_rows, encode_rows
+from qsdp.watch import Watch
 from qsdp.wire import Segment, WireLayout, wire_layout
 from tests.test_quantizer import WORST_STEPS
 
@@ -31,6 +33,7 @@ class TwoRanks:
         differences: Quantizer = FOUR,
         dtype: torch.dtype = torch.float32,
         kept_in: Quantizer = EIGHT,
+        on_host: bool = True,
     ) -> None:
         keeping = [
             Keeping(Segment(200, kept_in), differences),
@@ -41,6 +44,8 @@ class TwoRanks:
         segments = tuple(Segment(k.segment.numel, k.differences) for k in keeping)
         self.travel = wire_layout(segments, dtype)
         self.kept = [KeptWeights(keeping, dtype, 2, own, CPU) for own in range(2)]
+        for kept in self.kept:
+            kept.on_host = on_host
         self.reductions = 0
         self.whole = [False, False]
 
@@ -53,21 +58,35 @@ class TwoRanks:
             assert kept.started
         return self._same(both)
 
-    def gather(self, masters: torch.Tensor, *, trained: bool = True) -> torch.Tensor:
-        """Masters (2, NUMEL) of both ranks to weights, the same on both."""
+    def gather(
+        self,
+        masters: torch.Tensor,
+        *,
+        trained: bool = True,
+        looks: tuple[bool, bool] = (True, True),
+    ) -> torch.Tensor:
+        """Masters (2, NUMEL) of both ranks to weights, the same on both.
+
+        ``looks`` says which ranks' hosts look at the marks.
+        """
         self.reductions += trained
         wire = torch.empty(2, self.travel.row_bytes, dtype=torch.uint8)
+        marks = torch.zeros(2, dtype=torch.int64)
         for rank, kept in enumerate(self.kept):
-            change, self.whole[rank] = kept.outgoing(masters[rank], self.reductions)
+            change, marks[rank] = kept.outgoing(masters[rank], self.reductions, looks[rank])
             row = wire[rank : rank + 1]
             encode_rows(change[None], self.travel, row, key=0, first_row=rank, sender=rank)
+        self.whole = [bool(mark & WHOLE_MARK) for mark in marks.tolist()]
         both = [torch.empty_like(masters) for _ in self.kept]
         for kept, rows in zip(self.kept, both, strict=True):
             decode_rows(wire, self.travel, rows)
             kept.arrived(rows)
-        if any(self.whole):
-            for kept, whole in zip(self.kept, self.whole, strict=True):
-                kept.renew(whole)
+        renewals = [k.to_renew(marks, look) for k, look in zip(self.kept, looks, strict=True)]
+        assert renewals[0] == renewals[1], "ranks would wait for each other"
+        self.renewed = renewals[0]
+        if self.renewed is not None:
+            for kept in self.kept:
+                kept.renew(self.renewed)
             self.share()
             for kept, rows in zip(self.kept, both, strict=True):
                 kept.read(rows)
@@ -144,8 +163,8 @@ def test_what_has_not_changed_stays_bit_for_bit(form: Quantizer, dtype: torch.dt
         before = ranks.gather(masters)
         for _ in range(2):
             for kept in ranks.kept:
-                change, whole = kept.outgoing(masters[kept.own], ranks.reductions)
-                assert not change[: AS_IS.start].any() and not whole
+                change, mark = kept.outgoing(masters[kept.own], ranks.reductions, False)
+                assert not change[: AS_IS.start].any() and not mark
                 assert torch.equal(change[AS_IS], masters[kept.own, AS_IS])
             assert same_bits(ranks.gather(masters), before)
         alone = masters.clone()
@@ -232,9 +251,10 @@ def test_a_restart_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
     resumed = TwoRanks(dtype=dtype)
     resumed.reductions = ranks.reductions
     for old, new in zip(ranks.kept, resumed.kept, strict=True):
-        known, sent, pace = old.wire[old.own].clone(), old.sent.clone(), old.pace.clone()
-        new.restart(known, sent, pace)
-        known.zero_(), sent.zero_(), pace.zero_()  # copies were taken
+        state = old.state()
+        new.restart(state["kept"], state["sent"], state["pace"])
+        for part in state.values():
+            part.zero_()  # copies were taken
         assert new.started
     resumed.share()
     assert torch.equal(resumed.kept[0].wire, ranks.kept[0].wire)
@@ -260,7 +280,98 @@ def test_kept_weights_of_an_inference_serve_training() -> None:
         assert same_bits(ranks.gather(masters), uninterrupted.gather(masters))
     with torch.inference_mode():
         ranks.gather(masters * 1.01)
-    ranks.kept[0].restart(ranks.kept[0].wire[0], ranks.kept[0].sent, ranks.kept[0].pace)
+    state = ranks.kept[0].state()
+    ranks.kept[0].restart(state["kept"], state["sent"], state["pace"])
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=dtype_name)
+def test_what_the_device_decides_is_what_the_host_decides(dtype: torch.dtype) -> None:
+    """Steps, idle gathers, changes that are none of training, numbers that are not finite."""
+    host, device = TwoRanks(dtype=dtype), TwoRanks(dtype=dtype, on_host=False)
+    masters = random_masters(9, dtype)
+    assert same_bits(host.start(masters), device.start(masters))
+    broken = masters.clone()
+    broken[1, [3, 250, 290]] = torch.nan
+    series = [(masters * f, True) for f in (1.01, 1.02, 1.02, 1.09, 1.5)]
+    series += [(masters * f, False) for f in (1.5, 1.0, 1.0001)]
+    series += [(broken, True), (masters, True), (masters * 0, False), (masters * 1e-3, True)]
+    for step, (values, trained) in enumerate(series):
+        assert same_bits(
+            host.gather(values, trained=trained), device.gather(values, trained=trained)
+        ), step
+        assert (host.whole, host.renewed) == (device.whole, device.renewed), step
+        for one, other in zip(host.kept, device.kept, strict=True):
+            assert torch.allclose(one.pace, other.pace, rtol=1e-9), step
+    assert any(device.whole) or device.renewed is None
+
+
+@pytest.mark.parametrize("looks", ((False, False), (True, False)))
+def test_hosts_that_do_not_look_learn_one_gather_later(looks: tuple[bool, bool]) -> None:
+    """The rows travel whole then, on both ranks, whichever of them has noticed something."""
+    ranks, masters = TwoRanks(on_host=False), random_masters(10)
+    ranks.start(masters)
+    ranks.gather(masters * 1.01, looks=looks)
+    loaded = masters.clone()
+    loaded[1] = random_masters(11)[1] * 3
+    ranks.gather(loaded, looks=looks)
+    assert ranks.whole == [False, True] and ranks.renewed is None
+    saved = [kept.state() for kept in ranks.kept]
+    weights = ranks.gather(loaded, looks=looks, trained=False)
+    assert ranks.whole == [False, False] and ranks.renewed == [False, True]
+    assert torch.equal(weights[1], TwoRanks().start(loaded)[1])
+    ranks.gather(loaded, looks=looks, trained=False)
+    assert ranks.renewed is None
+    # Whoever was saved in between continues with the same weights.
+    resumed = TwoRanks()
+    resumed.reductions = ranks.reductions
+    for kept, state in zip(resumed.kept, saved, strict=True):
+        kept.restart(state["kept"], state["sent"], state["pace"])
+    resumed.share()
+    assert torch.equal(resumed.gather(loaded, trained=False)[1], weights[1])
+
+
+class Weights:
+    """Counts changes, as a parameter group does."""
+
+    def __init__(self) -> None:
+        self.params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+
+    @property
+    def weight_versions(self) -> tuple[int, ...]:
+        return tuple(param._version for param in self.params)
+
+
+def test_the_watch_notices_what_is_no_step() -> None:
+    weights, others = Weights(), Weights()
+    watch = Watch(weights)
+    optimizer = torch.optim.AdamW(weights.params)
+    assert watch.notices(), "nothing is known at first"
+
+    def step(of: torch.optim.Optimizer = optimizer) -> None:
+        for param in of.param_groups[0]["params"]:
+            param.grad = torch.ones(3)
+        of.step()
+
+    for _ in range(3):
+        step()
+        step(torch.optim.SGD(others.params, lr=0.1))
+        assert not watch.notices()
+    assert not watch.notices(), "gathered twice"
+    with torch.no_grad():
+        weights.params[1].mul_(2)
+    assert watch.notices() and not watch.notices()
+    with torch.no_grad():
+        weights.params[0].copy_(torch.zeros(3))
+    step()
+    assert watch.notices(), "loaded, then trained"
+    step()
+    assert not watch.notices()
+    weights.params[0].data.mul_(3)  # swapped for an average
+    with torch.no_grad():
+        assert watch.notices() and not watch.notices()
+    assert watch.notices(), "back in training"
+    torch.nn.init.zeros_(weights.params[0])
+    assert watch.notices()
 
 
 SIZES = {"a": 40, "b": 70, "c": 5}

@@ -24,11 +24,12 @@ LAYERS = (
     {"quantizer"},
     {"wire"},
     {"kernels", "columns"},
-    {"stats", "buffers", "agreement"},
+    {"stats", "buffers", "streams", "watch"},
     {"rows", "levels"},
     {"ways"},
     {"config"},
     {"exchange", "memory"},
+    {"agreement", "stages"},
     {"collectives"},
     {"param_group"},
     {"unit"},
@@ -45,7 +46,7 @@ LAYERS = (
 # Beside the core, which is all else.
 BESIDE = {"trainer", "bench", "plan", "sweep", "tune", "integrations"}
 # Files that were checked against one version of torch.
-PRIVATE = {"qsdp/param_group.py", "qsdp/buffers.py"}
+PRIVATE = {"qsdp/param_group.py", "qsdp/buffers.py", "qsdp/stats.py"}
 # Underscores that are no privates: a named tuple's methods, and what is documented for users.
 NOT_PRIVATE = {"_asdict", "_replace", "_make", "_fields", "_field_defaults", "_no_split_modules"}
 

@@ -19,6 +19,8 @@ counter has to be kept, guessed or restored.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -49,6 +51,7 @@ def philox4x32(counter: tuple[Word, ...], key: tuple[Word, Word]) -> tuple[Word,
     return c0, c1, c2, c3
 
 
+@lru_cache(maxsize=4096)  # of every call of a collective the same
 def derive_key(seed: int, *words: int) -> int:
     """A 64-bit key from a 64-bit seed and up to four 32-bit words: different inputs, other bits."""
     assert len(words) <= 4

@@ -142,7 +142,7 @@ def unit_rows(
     """What a rank sends of a unit, as :func:`qsdp.apply_qsdp` with ``config`` lays it out."""
     sizes = [parameter.shard_numel(num_ranks) for parameter in unit]
     ways = [config.ways_of(parameter.names, parameter.shape) for parameter in unit]
-    numel, two_level = sum(sizes), config.ranks_per_node is not None
+    numel, two_level = sum(sizes), (config.ranks_per_node or 1) > 1
 
     def row_bytes(direction: Direction, dtype: torch.dtype) -> int:
         chosen = [way[direction] for way in ways]

@@ -72,9 +72,10 @@ class Variant:
         """
         config = self.config or _NOTHING_QUANTIZED
         if config.ranks_per_node is None:
-            two_level = self.two_level and nodes > 1 and ranks_per_node > 1
-            return replace(config, ranks_per_node=ranks_per_node) if two_level else config
-        if config.ranks_per_node != ranks_per_node:
+            if self.two_level and nodes > 1 and ranks_per_node > 1:
+                return replace(config, ranks_per_node=ranks_per_node)
+            return config if config.inside_node else replace(config, ranks_per_node=1)
+        if config.ranks_per_node not in (1, ranks_per_node):
             raise ValueError(
                 f"{self.name} has ranks_per_node={config.ranks_per_node} and the nodes have "
                 f"{ranks_per_node} ranks: make them equal, or leave it out for flat collectives"
@@ -98,7 +99,7 @@ def parse_variant(name: str) -> Variant:
     if stem.endswith(".json"):
         config = _read_config(Path(stem))
         label = Path(stem).stem + name.removeprefix(stem)
-        return Variant(label, config, dtype, dtype, config.ranks_per_node is not None)
+        return Variant(label, config, dtype, dtype, config.ranks_per_node != 1)
     preset = stem.removesuffix("-flat")
     try:
         config = QSDPConfig.preset(preset)

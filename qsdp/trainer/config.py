@@ -83,7 +83,8 @@ class TrainConfig:
     keep_full_precision: tuple[str, ...] = ()
     """Glob patterns of parameter names that are never quantized."""
     ranks_per_node: int | None = None
-    """Ranks in each node, for two-level collectives: each part crosses between nodes once."""
+    """Ranks in each node, for two-level collectives: each part crosses between nodes once. 1 for
+    flat ones; left out, as the launcher says."""
     seed: int = 17
     """Seed of the initial weights, the order of the text, dropout and rounding."""
 
@@ -200,7 +201,7 @@ class TrainConfig:
         self._require("final_lr_fraction", 0 <= self.final_lr_fraction <= 1, "between 0 and 1")
         self._require("width", self.width % self.heads == 0, f"a multiple of --heads {self.heads}")
         ranks = self.ranks_per_node
-        self._require("ranks_per_node", ranks is None or ranks >= 2, "at least 2, or left out")
+        self._require("ranks_per_node", ranks is None or ranks >= 1, "at least 1, or left out")
         micro = self.micro_batch_size
         self._require("micro_batch_size", micro is None or micro >= 1, "at least 1")
         if self.data and self.dataset:
