@@ -55,20 +55,25 @@ def main(argv: list[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, help="folder for traces")
     options = parser.parse_args(argv)
-    device = torch.device(options.device)
-    shape, batch, repeats = (GPT_1_3B, 8, 8) if device.type == "cuda" else (TINY, 2, 3)
-    checks, found = Checks(), {}
+    checks = Checks()
+    found: dict[str, Times] = {}
     with fake_ranks(8):
         for name in CONFIGURATIONS:
-            run = prepare(name, shape, batch, device)
-            checks.run(f"{name}: times", lambda run=run: _times(run, device, repeats, found))
-            checks.run(f"{name}: the host waits for nothing", partial(never_waits, run, device))
-            checks.run(f"{name}: trace", partial(trace, run, device, options.out))
-            del run
-            if device.type == "cuda":
+            checks.run(f"{name}: runs", partial(_look_at, name, options, checks, found))
+            if options.device == "cuda":
                 torch.cuda.empty_cache()
     print(format_times(found), flush=True)
     return checks.status
+
+
+def _look_at(name: str, options: Any, checks: Checks, found: dict[str, Times]) -> None:
+    """Everything about one configuration, the model of which is gone afterwards."""
+    device = torch.device(options.device)
+    shape, batch, repeats = (GPT_1_3B, 8, 8) if device.type == "cuda" else (TINY, 2, 3)
+    run = prepare(name, shape, batch, device)
+    checks.run(f"{name}: times", partial(_times, run, device, repeats, found))
+    checks.run(f"{name}: the host waits for nothing", partial(never_waits, run, device))
+    checks.run(f"{name}: trace", partial(trace, run, device, options.out))
 
 
 def prepare(

@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 import qsdp.buffers
@@ -121,7 +122,7 @@ def run_threads(
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
     before, _recorder = _recorder, recorder
     num_threads = torch.get_num_threads()
-    with _threaded_groups(), _locked_pool(), _group_of_each_rank():
+    with _threaded_groups(), _safe_for_threads():
         for thread in threads:
             thread.start()
         try:
@@ -172,26 +173,33 @@ def _threaded_groups() -> Iterator[None]:
 
 
 @contextmanager
-def _locked_pool() -> Iterator[None]:
-    """Ranks are processes otherwise: the pool of CPU buffers may hand one out twice to threads."""
-    pool, lock = qsdp.buffers.pool, threading.Lock()
-    take = pool.take
+def _safe_for_threads() -> Iterator[None]:
+    """Ranks are processes otherwise: what they do not share there is not shared here either."""
+    cached = getattr(param_group, "_this_rank_alone", None)
+    with ExitStack() as stack:
+        # The pool of CPU buffers may hand one out twice.
+        locked = _locked(qsdp.buffers.pool.take)
+        stack.enter_context(mock.patch.object(qsdp.buffers.pool, "take", locked))
+        # The group of one rank alone, where it is cached for the process.
+        if hasattr(cached, "__wrapped__"):
+            own = mock.patch.object(param_group, "_this_rank_alone", cached.__wrapped__)
+            stack.enter_context(own)
+        # Sharded tensors enter this mode to learn shapes. Without a GPU, a CUDA build of torch then
+        # replaces what switches devices, and crashes if that is in another thread's hands.
+        with FakeTensorMode():
+            pass
+        # torch 2.11 forgot it, and asks for it when groups are destroyed.
+        if not hasattr(threaded.ThreadLocalWorld(), "comms"):
+            threaded.ThreadLocalWorld.comms = property(lambda _: [])
+        yield
 
-    def locked(*args: Any, **kwargs: Any) -> torch.Tensor:
+
+def _locked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` in one thread at a time."""
+    lock = threading.RLock()
+
+    def locked(*args: Any, **kwargs: Any) -> Any:
         with lock:
-            return take(*args, **kwargs)
+            return function(*args, **kwargs)
 
-    with mock.patch.object(pool, "take", locked):
-        yield
-
-
-@contextmanager
-def _group_of_each_rank() -> Iterator[None]:
-    """The group of one rank alone, where it is cached for the process, anew for each thread."""
-    name = "_this_rank_alone"
-    cached = getattr(param_group, name, None)
-    if not hasattr(cached, "__wrapped__"):
-        yield
-        return
-    with mock.patch.object(param_group, name, cached.__wrapped__):
-        yield
+    return locked
