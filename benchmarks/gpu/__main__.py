@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 PARTS = (
     Part(
-        *(1, "presets' kernels against the reference", "cases", 100.0),
+        *(1, "presets' kernels against the reference", "cases", 130.0),
         small=("--processes", "1", "--limit", "15"),
     ),
     Part(2, "bandwidth of the presets' kernels", "bandwidth", 70.0, small=("--mib", "0.25")),
@@ -59,7 +59,7 @@ PARTS = (
     Part(4, "two and four ranks as threads", "threaded", 100.0),
     Part(5, "NCCL with one rank, CUDA graphs", "nccl", 45.0, skip="NCCL is for GPUs"),
     Part(
-        *(6, "compute-sanitizer and Nsight Compute", "sanitizer", 120.0, ("--timeout", "40")),
+        *(6, "compute-sanitizer and Nsight Compute", "sanitizer", 150.0, ("--timeout", "45")),
         skip="these programs look into GPU kernels",
     ),
     Part(7, "loss of 125 million parameters", "loss", 120.0, small=("--steps", "20")),

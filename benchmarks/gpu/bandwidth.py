@@ -15,14 +15,12 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.gpu.cases import PROCESSES, preset_formats
+from benchmarks.gpu.cases import PROCESSES, layout_of, preset_formats
 from benchmarks.gpu.options import parser_of
 from qsdp.bench.timing import median_seconds
 from qsdp.columns import format_columns
 from qsdp.kernels import backend_for
 from qsdp.kernels.compare import KEY, dtype_name
-from qsdp.quantizer import Quantizer
-from qsdp.wire import tensor_layout
 
 BITS = (8, 4, 3)
 SUM_ROWS = 8  # as of 8 ranks
@@ -64,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _compile(name: str, dtype: torch.dtype) -> None:
-    for run in _runs(preset_formats(BITS)[name], dtype, torch.device("cuda"), 1 << 20):
+    for run in _runs(name, dtype, torch.device("cuda"), 1 << 20):
         run.call()
 
 
@@ -73,7 +71,7 @@ def _measure(
 ) -> Iterator[tuple[str, ...]]:
     form = preset_formats(BITS)[name]
     numel = int(mib * 2**20) // dtype.itemsize
-    runs = {run.op: run for run in _runs(form, dtype, device, numel)}
+    runs = {run.op: run for run in _runs(name, dtype, device, numel)}
     source = torch.randn(numel, device=device).to(dtype)
     target = torch.empty_like(source)
     calls = {op: run.call for op, run in runs.items()}
@@ -88,30 +86,49 @@ def _measure(
         )
 
 
-def _runs(form: Quantizer, dtype: torch.dtype, device: torch.device, numel: int) -> list[Run]:
+def _runs(name: str, dtype: torch.dtype, device: torch.device, numel: int) -> list[Run]:
     """Encode and decode of one row, decode and sum of several, each of ``numel`` values in all."""
-    backend = backend_for(device)
+    backend, form = backend_for(device), preset_formats(BITS)[name]
     values = torch.randn(1, numel, device=device).to(dtype)
     out, rows = torch.empty_like(values), values.view(SUM_ROWS, -1)
-    one, several = (tensor_layout(v.shape[1], form, dtype) for v in (values, rows))
+    one, several = (layout_of(name, form, (v.shape[1],), dtype) for v in (values, rows))
     wire = torch.empty(1, one.row_bytes, dtype=torch.uint8, device=device)
     wires = torch.empty(SUM_ROWS, several.row_bytes, dtype=torch.uint8, device=device)
     backend.encode(values, one, wire, key=KEY)
     backend.encode(rows, several, wires, key=KEY)
-    total = torch.empty(rows.shape[1], dtype=dtype, device=device)
-    return [
-        Run(
-            "encode",
-            lambda: backend.encode(values, one, wire, key=KEY),
-            values.nbytes + wire.nbytes,
-        ),
-        Run("decode", lambda: backend.decode(wire, one, out), wire.nbytes + out.nbytes),
+    total, divide = torch.empty(rows.shape[1], dtype=dtype, device=device), float(SUM_ROWS)
+    runs = [
+        Run("encode", lambda: backend.encode(values, one, wire, key=KEY), _bytes(values, wire)),
+        Run("decode", lambda: backend.decode(wire, one, out), _bytes(wire, out)),
         Run(
             "decode_sum",
-            lambda: backend.decode_sum(wires, several, total, divide=float(SUM_ROWS)),
-            wires.nbytes + total.nbytes,
+            lambda: backend.decode_sum(wires, several, total, divide=divide),
+            _bytes(wires, total),
         ),
     ]
+    if name != "kept":
+        return runs
+    after, stats = torch.empty_like(wire), torch.empty(1, 4, dtype=torch.float64, device=device)
+    sent = torch.empty_like(values)
+    out.zero_()  # differences, which leave values as they are
+    return [
+        *runs,
+        Run(
+            "accumulate",
+            lambda: backend.accumulate(out, one, wire, after),
+            _bytes(out, out, wire, after),
+        ),
+        Run(
+            "difference",
+            lambda: backend.difference(values[0], one, wire[0], sent[0], out[0], stats),
+            _bytes(values, wire, sent, sent, out),
+        ),
+    ]
+
+
+def _bytes(*tensors: torch.Tensor) -> int:
+    """Of all; what is read and written is given twice."""
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -24,7 +24,8 @@ from qsdp import Differences, QSDPConfig, Quantizer
 from qsdp.kernels import Backend, backend_for, compare, reference
 from qsdp.kernels.compare import dtype_name, example_values, mismatches
 from qsdp.quantizer import format_name
-from qsdp.wire import VALUE_DTYPES, Segment, WireLayout, tensor_layout, wire_layout
+from qsdp.ways import row_layout
+from qsdp.wire import VALUE_DTYPES, WireLayout
 
 PROCESSES = 16
 LARGE = (1 << 20) + 7  # more than a wave of programs, and a short last block
@@ -64,17 +65,29 @@ def preset_formats(bits: Iterable[int] = range(8, 1, -1)) -> dict[str, Quantizer
 
 def preset_cases(large: bool) -> Iterable[Case]:
     """The presets' formats among full precision, special values in every kind of block."""
+    sizes = (2 * 1024 + 333, 77, 97, 0, 1250)
     for dtype in VALUE_DTYPES:
         for name, form in preset_formats().items():
-            parts = (
-                *(Segment(2 * 1024 + 333, form), Segment(77), Segment(97, form), Segment(0)),
-                *(Segment(0, form), Segment(1250, form)),
-            )
+            layout = layout_of(name, form, sizes, dtype, exact=1)
             num_rows = 4 if dtype == torch.float32 else 2  # as `qsdp check` does
-            yield Case(f"{name}, {dtype_name(dtype)}", wire_layout(parts, dtype), num_rows)
+            yield Case(f"{name}, {dtype_name(dtype)}", layout, num_rows)
     for name, form in preset_formats().items() if large else ():
-        layout = tensor_layout(LARGE, form, torch.float32)
+        layout = layout_of(name, form, (LARGE,), torch.float32)
         yield Case(f"{name}, float32, {LARGE} values", layout, 2)
+
+
+def layout_of(
+    name: str, form: Quantizer, sizes: Sequence[int], dtype: torch.dtype, exact: int | None = None
+) -> WireLayout:
+    """A row as FSDP2 would send it: gradients with their maps of zeros.
+
+    Args:
+        name: one of :func:`preset_formats`.
+        exact: the place of a parameter in full precision.
+    """
+    ways = [None if place == exact else form for place in range(len(sizes))]
+    direction = "gradients" if name.startswith("g") else "weights"
+    return row_layout(sizes, ways, direction, dtype, False)
 
 
 def checked_cases() -> Iterable[Case]:

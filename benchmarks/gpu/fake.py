@@ -24,7 +24,7 @@ import qsdp
 RANK = 1  # not the first, which could be special
 # By name in torch 2.11 and in 2.13; output and input come first.
 _REDUCE = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else ""
-_EXCHANGES = ("all_to_all_single", _REDUCE or "reduce_scatter_tensor")
+_EXCHANGES = ("all_to_all_single", "all_to_all", _REDUCE or "reduce_scatter_tensor")
 
 
 @contextmanager
@@ -44,15 +44,21 @@ def fake_ranks(num_ranks: int = 8) -> Iterator[None]:
 
 def _writes(exchange: Callable[..., Any], num_ranks: int) -> bool:
     """torch 2.11 leaves the output of some collectives as it was: noise, which may be NaN."""
-    output = torch.zeros(num_ranks)
-    exchange(output if exchange.__name__ == "all_to_all_single" else output[:1], output + 1)
+    output, input = torch.zeros(num_ranks), torch.ones(num_ranks)
+    if exchange.__name__ == "all_to_all":
+        exchange(list(output), list(input))
+    else:
+        exchange(output if exchange.__name__ == "all_to_all_single" else output[:1], input)
     return bool(output.any())
 
 
 def _writing(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    def writing(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def writing(output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
         work = exchange(output, input, *args, **kwargs)
-        output.view(-1).copy_(input.view(-1)[: output.numel()])
+        both = ([output], [input]) if isinstance(output, torch.Tensor) else (output, input)
+        for to, source in zip(*both, strict=True):
+            count = min(to.numel(), source.numel())
+            to.view(-1)[:count].copy_(source.view(-1)[:count])
         return work
 
     return writing

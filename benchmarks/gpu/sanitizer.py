@@ -8,6 +8,7 @@ Memory errors and races of the kernels; then, of each, time, throughput and occu
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "WarpStateStats", "Instr
 FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/nvidia/nsight-compute")
 TIMEOUT_S = 60
 KEPT_CHARACTERS = 20_000
+SMALL_MIB, LARGE_MIB = 0.05, 256.0  # of a row of values: for checkers, and to be measured
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.device == "cpu":
         print("skipped: these programs look into GPU kernels")
         return 0
-    run_kernels(0.01, torch.device("cuda"))  # compiled before they are watched
+    for mib in (SMALL_MIB, LARGE_MIB):
+        run_kernels(mib, torch.device("cuda"))  # compiled before they are watched
     return max([_run_tool(tool, options.timeout) for tool in options.tools])
 
 
@@ -53,7 +56,7 @@ def run_kernels(mib: float, device: torch.device) -> None:
     backend = backend_for(device)
     eight, four = QSDPConfig.preset("w8g8"), QSDPConfig.preset("w4g4")
     numel = int(mib * 2**20) // 4 + 333
-    values = torch.ones(4, numel, device=device)
+    values = torch.randn(4, numel, device=device)
     made = []
     for form in (eight.weights, four.gradients, eight.gradients):
         layout = wire_layout((Segment(numel - 77, form), Segment(77)), torch.float32)
@@ -79,19 +82,25 @@ def _run_tool(tool: str, timeout: float) -> int:
         # Clocks stay as they are. Kernels of ours only, not those that make the inputs.
         command = [program, "--clock-control", "none", "-k", "regex:encode|decode"]
         command += [part for section in SECTIONS for part in ("--section", section)]
-        mib = 256.0
+        mib, environment = LARGE_MIB, {}
     else:
         command = [program, "--tool", tool, "--error-exitcode", "3"]
-        mib = 0.05
+        # Each tensor in an allocation of its own, so that its end is known.
+        mib, environment = SMALL_MIB, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command += [sys.executable, "-m", "benchmarks.gpu.sanitizer", "--kernels", str(mib)]
-    return _run(tool, command, timeout)
+    return _run(tool, command, environment, timeout)
 
 
-def _run(tool: str, command: list[str], timeout: float) -> int:
+def _run(tool: str, command: list[str], environment: dict[str, str], timeout: float) -> int:
     start = time.perf_counter()
     try:
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | environment,
+            text=True,
+            timeout=timeout,
         )
     except subprocess.TimeoutExpired as error:
         text = error.stdout or b""
