@@ -1,7 +1,7 @@
 """The Triton kernels give the bytes of the reference, and compile for NVIDIA GPUs.
 
 Without a GPU they run in Triton's interpreter, on the CPU, and are compiled to machine code for
-sm_80 and sm_90 without being run. With one, the same tests run the compiled kernels:
+sm_90 without being run. With one, the same tests run the compiled kernels:
 TRITON_INTERPRET=1 forces the interpreter.
 """
 
@@ -15,13 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from qsdp import Quantizer
+from qsdp import Quantizer, kernels
+from qsdp.kernels import reference
 from qsdp.kernels.compare import (
+    KEY,
     PLAIN,
     compare,
     dtype_name,
     example_values,
     mismatches,
+    same_bits,
+    same_stats,
     with_bits,
 )
 from qsdp.quantizer import MAX_BITS, MIN_BITS, every_format, format_name, uneven_levels
@@ -34,7 +38,7 @@ with pytest.MonkeyPatch.context() as patch:
     if not ON_GPU:  # read where Triton's functions and ours are decorated
         patch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton==3.7.1")
-    from qsdp.kernels import triton_gpu
+    from qsdp.kernels import triton_gpu, triton_plan
 
 # The interpreter computes both sides of a selection, NaN and all.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
@@ -51,9 +55,56 @@ def name(quantizer: Quantizer) -> str:
     return f"{quantizer.bits} {format_name(quantizer)}"
 
 
+def noise(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Where everything must be written."""
+    return torch.full_like(like, 5, dtype=dtype, device=DEVICE)
+
+
+def few_mismatches(layout: WireLayout, values: torch.Tensor, dtype: torch.dtype) -> list[str]:
+    """What :func:`mismatches` compares, each in one way: interpreting is slow."""
+    found, rows = [], values.to(DEVICE)
+    wire = torch.zeros(len(values), layout.row_bytes, dtype=torch.uint8)
+    reference.encode(values, layout, wire, key=KEY, first_row=1, sender=2)
+    got = noise(wire)
+    triton_gpu.encode(rows, layout, got, key=KEY, first_row=1, sender=2)
+    found += ["encode"] * (not torch.equal(got.cpu(), wire))
+    for operation, factors in (("decode", {"first_sender": 2}), ("decode_sum", {"divide": 3.0})):
+        expected = torch.zeros_like(values, dtype=dtype)
+        decoded = noise(values, dtype)
+        if operation == "decode_sum":
+            expected, decoded = expected[0], decoded[0]
+        getattr(reference, operation)(wire, layout, expected, **factors)
+        getattr(triton_gpu, operation)(wire.to(DEVICE), layout, decoded, **factors)
+        found += [operation] * (not same_bits(decoded.cpu(), expected))
+    return found + update_mismatches(layout, values)
+
+
+def update_mismatches(layout: WireLayout, values: torch.Tensor) -> list[str]:
+    """Of accumulate, where half of the values are zero, and difference."""
+    found = []
+    layout = wire_layout(layout.segments, layout.dtype)  # without maps
+    before = torch.zeros(len(values), layout.row_bytes, dtype=torch.uint8)
+    reference.encode(values, layout, before, key=0)
+    added, after = values.flip(1).clone(), torch.zeros_like(before)
+    added[:, : layout.numel // 2] *= 0.0
+    rows, wire = added.to(DEVICE, copy=True), noise(before)
+    reference.accumulate(added, layout, before, after)
+    triton_gpu.accumulate(rows, layout, before.to(DEVICE), wire)
+    equal = torch.equal(wire.cpu(), after) and same_bits(rows.cpu(), added)
+    found += ["accumulate"] * (not equal)
+    row, sent = values[0] * 1.01, values[0].clone()
+    change, known = noise(row), sent.to(DEVICE, copy=True)
+    expected, stats = torch.zeros_like(row), torch.zeros(len(layout.spans), 4).double()
+    counts = noise(stats)
+    reference.difference(row, layout, before[0], sent, expected, stats)
+    triton_gpu.difference(row.to(DEVICE), layout, before[0].to(DEVICE), known, change, counts)
+    equal = same_bits(change.cpu(), expected) and same_bits(known.cpu(), sent)
+    return found + ["difference"] * (not equal or not same_stats(counts.cpu(), stats))
+
+
 def assert_equal(layout: WireLayout, num_rows: int = 2) -> None:
     values = example_values(num_rows, layout.numel, layout.dtype)
-    assert mismatches(triton_gpu, layout, values, DEVICE) == []
+    assert few_mismatches(layout, values, layout.dtype) == []
 
 
 # Interpreting is slow: widths take turns over the formats, and plain formats over the widths.
@@ -82,7 +133,7 @@ def test_every_format_gives_the_reference_bytes(form: Quantizer) -> None:
     special = torch.arange(4000) // 100 % 4 == 1
     values = torch.cat((values[:, special], values), dim=1)[:, : layout.numel].contiguous()
     values[:, 864:896] = torch.finfo(dtype).max  # a block
-    assert mismatches(triton_gpu, layout, values, DEVICE) == []
+    assert few_mismatches(layout, values, VALUE_DTYPES[(EVERY_FORMAT.index(form) + 1) % 3]) == []
 
 
 @pytest.mark.parametrize("block_size", [32, 64, 96, 1024, 1536, 4096, 8192])
@@ -93,10 +144,12 @@ def test_block_sizes(block_size: int) -> None:
     """
     numel = 3 * block_size + 45 if block_size < 4096 else block_size + 1003
     quantizer = Quantizer(5, block_size, "dither", transform="hadamard")
-    layout = tensor_layout(numel, quantizer, BFLOAT16)
+    layout = wire_layout((Segment(numel, quantizer),), BFLOAT16, zeros=True)
     # Not the special values: one NaN would make a large block a block of zeros.
     values = torch.randn(1, numel, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert mismatches(triton_gpu, layout, values, DEVICE) == []
+    values[:, 32:96] = -0.0  # and in the last group
+    values[:, numel // 32 * 32 :] = 0.0
+    assert few_mismatches(layout, values, BFLOAT16) == []
 
 
 def test_values_below_the_grid() -> None:
@@ -107,7 +160,7 @@ def test_values_below_the_grid() -> None:
     quantizer = Quantizer(8, 4096, "dither", scaling="symmetric", scale_dtype="bfloat16")
     layout = tensor_layout(4096, quantizer)
     values = torch.full((1, 4096), -(steps_to_zero * scale + 60 * smallest))
-    assert mismatches(triton_gpu, layout, values, DEVICE) == []
+    assert few_mismatches(layout, values, FLOAT32) == []
 
 
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=dtype_name)
@@ -127,7 +180,7 @@ def test_formats_mix_in_one_layout(dtype: torch.dtype) -> None:
         Segment(1, Quantizer(8, rounding="nearest")),
     )
     layout = wire_layout(segments, dtype)
-    assert len(triton_gpu.launches(layout, DEVICE)) == 3  # one a format
+    assert len(triton_plan.plan_for(layout, DEVICE).launches) == 3  # one a format
     assert_equal(layout, 3)
 
 
@@ -136,36 +189,87 @@ def test_nothing_to_quantize(segments: tuple[Segment, ...]) -> None:
     assert_equal(wire_layout(segments, FLOAT32))
 
 
+@pytest.mark.parametrize("form", [Quantizer(4, 64, "dither"), Quantizer(3, 96, "stochastic")])
+def test_scattered_rows_maps_and_sums_of_many_rows(form: Quantizer) -> None:
+    """All that `qsdp check` compares: rows in two dimensions, mark and checksum behind the maps,
+    sums of rows that are loaded together and of those that are left over.
+    """
+    segments = (Segment(1100, form), Segment(9), Segment(300, form))
+    layout = wire_layout(segments, FLOAT32, checksum=True, mark=True, zeros=True)
+    values = example_values(6, layout.numel, FLOAT32)
+    values[:, 128:256] = 0.0
+    assert mismatches(triton_gpu, layout, values, DEVICE) == []
+
+
 def test_a_parameter_group_is_one_launch() -> None:
+    """Programs count on through segments, full precision first."""
     segments = (Segment(2048, Quantizer()), Segment(64), Segment(4000, Quantizer()))
-    (launch,) = triton_gpu.launches(wire_layout(segments, FLOAT32), DEVICE)
-    assert launch.num_raw == 1
-    assert len(launch.table) == 1 + 2 + 4
+    (launch,) = triton_plan.plan_for(wire_layout(segments, FLOAT32), DEVICE).launches
+    assert (launch.num_raw, launch.num_programs) == (1, 1 + 2 + 4)
+    assert launch.programs.tolist() == [0, 1, 1, 2, 2, 2, 2]
+    assert launch.spans[:, 0].tolist() == [0, 1, 3]
 
 
 def test_decoding_kernels_are_shared_where_the_rounding_does_not_matter() -> None:
     nearest, stochastic, dither = (
-        triton_gpu.launches(tensor_layout(9, Quantizer(4, 64, rounding)), DEVICE)[0]
+        triton_plan.decode_format(triton_plan.format_of(Quantizer(4, 64, rounding)))
         for rounding in ("nearest", "stochastic", "dither")
     )
-    assert nearest.decode_format == stochastic.decode_format != dither.decode_format
+    assert nearest == stochastic != dither
 
 
 def test_launches_are_planned_once() -> None:
     layout = tensor_layout(2048, Quantizer())
-    assert triton_gpu.launches(layout, DEVICE) is triton_gpu.launches(layout, DEVICE)
+    assert triton_plan.plan_for(layout, DEVICE) is triton_plan.plan_for(layout, DEVICE)
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_compiles_for(architecture: int, tmp_path: Path) -> None:
+def test_tables_of_large_units_are_small() -> None:
+    """A transformer block of 856 million values has a table of 3 MB."""
+    sizes = (8192 * 28672, 8192 * 28672, 28672 * 8192, 8192 * 8192, 8192 * 8192, 8192 * 1024)
+    segments = tuple(Segment(n, Quantizer()) for n in (*sizes, 8192 * 1024, 8192, 8192))
+    layout = wire_layout(segments, BFLOAT16)
+    (launch,) = triton_plan.plan_for(layout, torch.device("cpu")).launches
+    assert launch.num_programs == len(launch.programs) == layout.numel // 1024
+    assert launch.programs.dtype == torch.int32 and len(launch.spans) == len(segments)
+
+
+def test_warm_up_can_be_called_anywhere() -> None:
+    """What it compiles is what is used: tests/compile_triton.py."""
+    layout = wire_layout((Segment(100, Quantizer()), Segment(3)), FLOAT32)
+    triton_gpu.warm_up(layout, 2, FLOAT32, DEVICE, accumulate=True, difference=True)
+    assert triton_plan.plan_for(layout, DEVICE).launches
+
+
+def test_where_triton_does_not_run_the_reference_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example without a C compiler, which Triton needs at the first launch."""
+
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    triton_gpu.try_out(DEVICE)
+    monkeypatch.setattr(triton_gpu, "try_out", fail)
+    kernels._triton_backend.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="do not run here .*C compiler.*slow reference"):
+            assert kernels.backend_for(torch.device("cuda")) is reference
+        assert kernels.backend_for(torch.device("cuda")) is reference  # no second warning
+        kernels._triton_backend.cache_clear()
+        monkeypatch.setattr(triton_gpu, "try_out", lambda device: None)
+        assert kernels.backend_for(torch.device("cuda")) is triton_gpu
+    finally:
+        kernels._triton_backend.cache_clear()
+
+
+def test_compiles(tmp_path: Path) -> None:
     """To machine code, with vector loads and stores, one rounding an operation, no flush to zero.
 
+    For sm_90 and two formats; `python -m tests.compile_triton` has more of both.
     In a process of its own, because in this one Triton interprets.
     """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.compile_triton", str(architecture)],
+        [sys.executable, "-m", "tests.compile_triton", "90", "--quick"],
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,

@@ -87,11 +87,21 @@ def _cpu_backend() -> Backend:
 
 @lru_cache(maxsize=1)
 def _triton_backend() -> Backend:
-    """The Triton kernels, also on ROCm; without Triton the reference and, once, a warning."""
+    """The Triton kernels, also on ROCm; where they do not run the reference and, once, a warning.
+
+    Whether they run shows at the first launch alone: Triton builds a launcher with a C compiler.
+    """
     try:
         from qsdp.kernels import triton_gpu
+
+        triton_gpu.try_out(torch.device("cuda"))
     except ImportError as error:
         text = f"Triton is not there ({error}); install it: pip install triton."
-        warnings.warn(f"{text} The slow reference runs on the GPU.", stacklevel=3)
-        return reference
-    return triton_gpu
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        text = f"Triton's kernels do not run here ({what}): they need a C compiler (gcc or clang, "
+        text += "or what CC names) and a GPU that Triton supports."
+    else:
+        return triton_gpu
+    warnings.warn(f"{text} The slow reference runs on the GPU.", stacklevel=3)
+    return reference

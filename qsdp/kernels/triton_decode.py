@@ -1,7 +1,7 @@
 """Device code of the Triton backend: decode and decode_sum.
 
-The same table of runs as :mod:`qsdp.kernels.triton_encode` uses; a block that is larger than a tile
-is spread over the third axis of the grid.
+The same programs as in :mod:`qsdp.kernels.triton_encode`; but the tiles of a block that is larger
+than one are programs of their own.
 """
 
 # Triton compiles these functions, Python never runs them: there is nothing for mypy to check.
@@ -12,113 +12,177 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qsdp.kernels.triton_encode import FIELDS, TWO23, TWO23_BITS, block_numel, meta_pointer
+from qsdp.kernels.triton_encode import TWO23, TWO23_BITS
+from qsdp.kernels.triton_maps import BYTE, is_zero, load_map
 from qsdp.kernels.triton_philox import draw_dither, shift_of
+from qsdp.kernels.triton_runs import (
+    block_numel,
+    codes_at,
+    copy_raw,
+    decoded_words,
+    find_span,
+    from_words,
+    gathered,
+    meta_of,
+    row_number,
+    row_offset,
+    run_of,
+    spread,
+    store_tile_words,
+    to_words,
+)
 from qsdp.kernels.triton_transform import inverse_hadamard
 
 FLOAT_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
+MINUS_ZERO_BITS = tl.constexpr(-(2**31))
+AHEAD = tl.constexpr(4)  # rows of a sum that are loaded before the first of them is decoded
 
-# Triton's interpreter truncates to bfloat16 where hardware rounds: there the kernel rounds by hand.
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-
-_SCALARS = ["num_raw", "numel", "num_rows", "row_bytes", "first_sender", "sender_step"]
+_SCALARS = ["num_raw", "value_outer", "value_inner", "wire_outer", "wire_inner"]
+_SCALARS += ["num_rows", "row_stride", "first_sender", "sender_step"]
 
 
 @triton.jit(do_not_specialize=_SCALARS)
 def decode_kernel(
     values,
     wire,
-    table,
+    programs,
+    spans,
     levels,
     num_raw,
-    numel,
-    row_bytes,
+    value_outer,
+    value_inner,
+    wire_outer,
+    wire_inner,
     first_sender,
     sender_step,
     RAW: tl.constexpr,
     BF16: tl.constexpr,
     EXACT: tl.constexpr,
+    MAPS: tl.constexpr,
     VALUE_ALIGNMENT: tl.constexpr,
     CODE_ALIGNMENT: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """Grid (programs, rows, tiles a block). ``values`` as in encode."""
-    row = tl.program_id(1).to(tl.int64)
-    start = tl.program_id(2) * FORMAT.tile
-    run = table + tl.program_id(0) * FIELDS
-    count = tl.load(run + 1).to(tl.int32)
-    if tl.program_id(0) < num_raw:
-        raw = (wire + row * row_bytes).to(tl.pointer_type(RAW)) + tl.load(run + 3)
-        at = start + tl.arange(0, FORMAT.blocks * FORMAT.tile)
-        target = values + row * numel + tl.load(run) + at
-        if EXACT:  # full precision keeps its bits
-            tl.store(target, tl.load(raw + at, mask=at < count, other=0), mask=at < count)
+    """Grid (programs times tiles, inner rows, outer rows). ``values`` as in encode."""
+    program = tl.program_id(0) // FORMAT.tiles
+    start = tl.program_id(0) % FORMAT.tiles * FORMAT.tile
+    row_values = row_offset(value_outer, value_inner)
+    row_start = row_offset(wire_outer, wire_inner)
+    span, index = find_span(program, programs, spans)
+    if program < num_raw:
+        at, count = run_of(span, index, FORMAT.blocks * FORMAT.tile)
+        raw = (wire + row_start).to(tl.pointer_type(RAW)) + tl.load(span + 4) + at
+        target = values + row_values + tl.load(span + 2) + at
+        if EXACT:
+            copy_raw(raw, target, start, count, FORMAT.blocks * FORMAT.tile)
         else:
-            exact = _load_raw(raw + at, at < count, RAW)
-            _store_values(target, exact, at < count, BF16, True)
+            lane = start + tl.arange(0, FORMAT.blocks * FORMAT.tile)
+            exact = load_raw(raw + lane, lane < count, RAW)
+            words = to_words(exact, values.dtype.element_ty, BF16)
+            tl.store(target + lane, words, mask=lane < count)
     else:
-        out = values + tl.multiple_of(row * numel + tl.load(run), VALUE_ALIGNMENT)
-        codes = wire + tl.multiple_of(row * row_bytes + tl.load(run + 3), CODE_ALIGNMENT)
-        meta = meta_pointer(wire + row * row_bytes, tl.load(run + 2), FORMAT)
-        levels += tl.load(run + 6)
-        sender = first_sender + tl.program_id(1) * sender_step
+        at, count = run_of(span, index, FORMAT.blocks * FORMAT.quantizer.block_size)
+        out = values + tl.multiple_of(row_values + tl.load(span + 2) + at, VALUE_ALIGNMENT)
+        codes = wire + tl.multiple_of(row_start + codes_at(span, index, FORMAT), CODE_ALIGNMENT)
+        meta = meta_of(wire + row_start, span, index, FORMAT)
+        zeros = wire + row_start + tl.load(span + 7) + at // BYTE
+        table = levels + tl.load(span + 6)
+        sender = first_sender + row_number() * sender_step
+        place = decode_place(span, index, sender, FORMAT)
         if count == FORMAT.blocks * FORMAT.quantizer.block_size:
-            value = _decode_tile(codes, meta, levels, run, count, start, sender, FORMAT, True)
-            value = _untransformed(value, count, start, FORMAT, True)
-            _store_tile(out, value, count, start, BF16, FORMAT, True)
+            _decode_run(
+                out, codes, meta, zeros, table, count, start, place, BF16, MAPS, FORMAT, True
+            )
         else:
-            value = _decode_tile(codes, meta, levels, run, count, start, sender, FORMAT, False)
-            value = _untransformed(value, count, start, FORMAT, False)
-            _store_tile(out, value, count, start, BF16, FORMAT, False)
+            _decode_run(
+                out, codes, meta, zeros, table, count, start, place, BF16, MAPS, FORMAT, False
+            )
+
+
+@triton.jit
+def _decode_run(
+    out, codes, meta, zeros, levels, count, start, place,
+    BF16: tl.constexpr, MAPS: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    value = decode_tile(codes, meta, levels, count, start, place, FORMAT, FULL)
+    value = unrotated(value, count, start, FORMAT, FULL)
+    if MAPS:
+        packed = load_map(zeros, start, count, FORMAT.blocks * FORMAT.tile)
+        value = tl.where(is_zero(packed, value), 0.0, value)
+    store_decoded(out, value, count, start, BF16, FORMAT, FULL)
 
 
 @triton.jit(do_not_specialize=_SCALARS)
 def decode_sum_kernel(
     out,
     wire,
-    table,
+    programs,
+    spans,
     levels,
     num_raw,
     num_rows,
-    row_bytes,
+    row_stride,
     multiply,
     divide,
     DIVIDE: tl.constexpr,
     RAW: tl.constexpr,
     BF16: tl.constexpr,
+    MAPS: tl.constexpr,
     VALUE_ALIGNMENT: tl.constexpr,
     CODE_ALIGNMENT: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """Grid (programs, 1, tiles a block): every program sums its run over all rows, in order."""
-    start = tl.program_id(2) * FORMAT.tile
-    run = table + tl.program_id(0) * FIELDS
-    count = tl.load(run + 1).to(tl.int32)
-    if tl.program_id(0) < num_raw:
-        at = start + tl.arange(0, FORMAT.blocks * FORMAT.tile)
-        raw_at = tl.load(run + 3) + at
-        exact = _load_raw(wire.to(tl.pointer_type(RAW)) + raw_at, at < count, RAW)
+    """Grid (programs times tiles): every program sums its run over all rows, in order."""
+    program = tl.program_id(0) // FORMAT.tiles
+    start = tl.program_id(0) % FORMAT.tiles * FORMAT.tile
+    span, index = find_span(program, programs, spans)
+    if program < num_raw:
+        at, count = run_of(span, index, FORMAT.blocks * FORMAT.tile)
+        lane = start + tl.arange(0, FORMAT.blocks * FORMAT.tile)
+        raw_at = tl.load(span + 4) + at + lane
+        exact = load_raw(wire.to(tl.pointer_type(RAW)) + raw_at, lane < count, RAW)
         for _ in range(1, num_rows):
-            wire += row_bytes
-            exact += _load_raw(wire.to(tl.pointer_type(RAW)) + raw_at, at < count, RAW)
+            wire += row_stride
+            exact += load_raw(wire.to(tl.pointer_type(RAW)) + raw_at, lane < count, RAW)
         exact = _average(exact, multiply, divide, DIVIDE)
-        _store_values(out + tl.load(run) + at, exact, at < count, BF16, True)
+        words = to_words(exact, out.dtype.element_ty, BF16)
+        tl.store(out + tl.load(span + 2) + at + lane, words, mask=lane < count)
     else:
-        out += tl.multiple_of(tl.load(run), VALUE_ALIGNMENT)
+        at, count = run_of(span, index, FORMAT.blocks * FORMAT.quantizer.block_size)
+        out += tl.multiple_of(tl.load(span + 2) + at, VALUE_ALIGNMENT)
         if count == FORMAT.blocks * FORMAT.quantizer.block_size:
-            total = _decode_rows(
-                wire, levels, run, count, start, num_rows, row_bytes, CODE_ALIGNMENT, FORMAT, True
-            )
-            total = _untransformed(total, count, start, FORMAT, True)
-            total = _average(total, multiply, divide, DIVIDE)
-            _store_tile(out, total, count, start, BF16, FORMAT, True)
+            _decode_sum_run(
+                out, wire, levels, span, index, at, count, start, num_rows, row_stride,
+                multiply, divide, DIVIDE, BF16, MAPS, CODE_ALIGNMENT, FORMAT, True,
+            )  # fmt: skip
         else:
-            total = _decode_rows(
-                wire, levels, run, count, start, num_rows, row_bytes, CODE_ALIGNMENT, FORMAT, False
-            )
-            total = _untransformed(total, count, start, FORMAT, False)
-            total = _average(total, multiply, divide, DIVIDE)
-            _store_tile(out, total, count, start, BF16, FORMAT, False)
+            _decode_sum_run(
+                out, wire, levels, span, index, at, count, start, num_rows, row_stride,
+                multiply, divide, DIVIDE, BF16, MAPS, CODE_ALIGNMENT, FORMAT, False,
+            )  # fmt: skip
+
+
+@triton.jit
+def _decode_sum_run(
+    out, wire, levels, span, index, at, count, start, num_rows, row_stride, multiply, divide,
+    DIVIDE: tl.constexpr, BF16: tl.constexpr, MAPS: tl.constexpr,
+    CODE_ALIGNMENT: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    VALUES: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
+    total = _sum_rows(
+        wire, levels, span, index, count, start, num_rows, row_stride,
+        VALUES, CODE_ALIGNMENT, FORMAT, FULL,
+    )  # fmt: skip
+    total = unrotated(total, count, start, FORMAT, FULL)
+    total = _average(total, multiply, divide, DIVIDE)
+    if MAPS:
+        zeros = wire + tl.load(span + 7) + at // BYTE
+        packed = load_map(zeros, start, count, FORMAT.blocks * FORMAT.tile)
+        for _ in range(1, num_rows):
+            zeros += row_stride
+            packed &= load_map(zeros, start, count, FORMAT.blocks * FORMAT.tile)
+        total = tl.where(is_zero(packed, total), 0.0, total)
+    store_decoded(out, total, count, start, BF16, FORMAT, FULL)
 
 
 @triton.jit
@@ -131,73 +195,188 @@ def _average(total, multiply, divide, DIVIDE: tl.constexpr):
 
 
 @triton.jit
-def _decode_rows(
-    wire, levels, run, count, start, num_rows, row_bytes,
-    CODE_ALIGNMENT: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
+def _sum_rows(
+    wire, levels, span, index, count, start, num_rows, row_stride,
+    VALUES: tl.constexpr, ALIGNED: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Sum of one tile over all rows. It starts from row 0, not from zero: the sign of -0 counts."""
-    meta = meta_pointer(wire, tl.load(run + 2), FORMAT)
-    code_at = tl.multiple_of(tl.load(run + 3), CODE_ALIGNMENT)
-    levels += tl.load(run + 6)
-    total = _decode_tile(wire + code_at, meta, levels, run, count, start, 0, FORMAT, FULL)
-    for row in range(1, num_rows):
-        code_at += row_bytes
-        codes = wire + tl.multiple_of(code_at, CODE_ALIGNMENT)
-        meta += row_bytes // FORMAT.meta_bytes
-        total += _decode_tile(codes, meta, levels, run, count, start, row, FORMAT, FULL)
+    """Sum of one tile over all rows. It starts from -0, which changes no sum, not even of -0.
+
+    Several rows are loaded before the first of them is decoded: a load takes long, and decoding the
+    rows one by one would wait for each.
+    """
+    BLOCKS: tl.constexpr = FORMAT.blocks
+    TILE: tl.constexpr = FORMAT.tile
+    levels += tl.load(span + 6)
+    total = tl.full((BLOCKS, TILE), MINUS_ZERO_BITS, tl.int32).to(tl.float32, bitcast=True)
+    if BLOCKS > 1:
+        total = spread(total, VALUES)
+    done = 0
+    if FULL and FORMAT.ahead:
+        done = num_rows // AHEAD * AHEAD
+        for row in range(0, done, AHEAD):
+            a = _load_row(wire, span, index, count, start, row, row_stride, ALIGNED, FORMAT, FULL)
+            row1 = row + 1
+            b = _load_row(wire, span, index, count, start, row1, row_stride, ALIGNED, FORMAT, FULL)
+            row2 = row + 2
+            c = _load_row(wire, span, index, count, start, row2, row_stride, ALIGNED, FORMAT, FULL)
+            row3 = row + 3
+            d = _load_row(wire, span, index, count, start, row3, row_stride, ALIGNED, FORMAT, FULL)
+            total = _plus(total, a, levels, span, index, start, row, VALUES, FORMAT)
+            total = _plus(total, b, levels, span, index, start, row1, VALUES, FORMAT)
+            total = _plus(total, c, levels, span, index, start, row2, VALUES, FORMAT)
+            total = _plus(total, d, levels, span, index, start, row3, VALUES, FORMAT)
+    for row in range(done, num_rows):
+        one = _load_row(wire, span, index, count, start, row, row_stride, ALIGNED, FORMAT, FULL)
+        total = _plus(total, one, levels, span, index, start, row, VALUES, FORMAT)
+    if BLOCKS > 1:
+        total = gathered(total, VALUES)
     return total
 
 
 @triton.jit
-def _decode_tile(
-    codes, meta, levels, run, count, start, sender, FORMAT: tl.constexpr, FULL: tl.constexpr
+def _plus(
+    total, loaded, levels, span, index, start, row, VALUES: tl.constexpr, FORMAT: tl.constexpr
 ):
+    value = decoded(loaded, levels, start, decode_place(span, index, row, FORMAT), FORMAT)
+    if FORMAT.blocks > 1:
+        value = spread(value, VALUES)
+    return total + value
+
+
+@triton.jit
+def _load_row(
+    wire, span, index, count, start, row, row_stride,
+    ALIGNED: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    row_start = tl.zeros((), tl.int64) + row
+    row_start *= row_stride
+    codes = wire + tl.multiple_of(row_start + codes_at(span, index, FORMAT), ALIGNED)
+    meta = meta_of(wire + row_start, span, index, FORMAT)
+    return load_tile(codes, meta, count, start, FORMAT, FULL)
+
+
+@triton.jit
+def decode_place(span, index, sender, FORMAT: tl.constexpr):
+    """What dither depends on beside what the wire holds: blocks, segment and sender, uint32."""
+    block = index * FORMAT.blocks + tl.arange(0, FORMAT.blocks)
+    who = tl.zeros((), tl.int32) + sender
+    return block.to(tl.uint32), tl.load(span + 5).to(tl.uint32), who.to(tl.uint32)
+
+
+@triton.jit
+def decode_tile(codes, meta, levels, count, start, place, FORMAT: tl.constexpr, FULL: tl.constexpr):
     """(blocks, tile) float32, transformed values if there is a transform; masked lanes mean
     nothing.
     """
+    return decoded(load_tile(codes, meta, count, start, FORMAT, FULL), levels, start, place, FORMAT)
+
+
+@triton.jit
+def load_tile(codes, meta, count, start, FORMAT: tl.constexpr, FULL: tl.constexpr):
+    """What the wire holds of a tile: scale and offset as they are stored, and three bit planes.
+
+    What a format does not have is a zero in its place.
+    """
     MASKED: tl.constexpr = (not FULL) or FORMAT.quantizer.block_size % FORMAT.tile != 0
+    NUMBERS: tl.constexpr = 1 if FORMAT.symmetric else 2
+    BITS: tl.constexpr = FORMAT.quantizer.bits
     numel = block_numel(count, FORMAT, FULL)
-    scale, offset = _load_meta(meta, numel, FORMAT, FULL)
-    code = _load_codes(codes, numel, start, FORMAT, MASKED)
+    number = meta + NUMBERS * tl.arange(0, FORMAT.blocks)
+    scale = tl.load(number, mask=numel > 0, other=0)
+    offset = scale
+    if not FORMAT.symmetric:
+        offset = tl.load(number + 1, mask=numel > 0, other=0)
+    block = (
+        codes + (tl.arange(0, FORMAT.blocks) * (FORMAT.quantizer.block_size * BITS // 8))[:, None]
+    )
+    nothing = tl.zeros((1,), tl.uint8)
+    four, two, one = nothing, nothing, nothing
+    if BITS == 8:
+        four = _load_plane(block, numel, start, 8, FORMAT.tile, MASKED)
+    if BITS & 4:
+        four = _load_plane(block, numel, start, 4, FORMAT.tile, MASKED)
+        block += ((numel + 1) >> 1)[:, None]
+    if BITS & 2:
+        two = _load_plane(block, numel, start, 2, FORMAT.tile, MASKED)
+        block += ((numel + 3) >> 2)[:, None]
+    if BITS & 1:
+        one = _load_plane(block, numel, start, 1, FORMAT.tile, MASKED)
+    return scale, offset, four, two, one
+
+
+@triton.jit
+def decoded(loaded, levels, start, place, FORMAT: tl.constexpr):
+    """Values of a tile from what :func:`load_tile` gave."""
+    code = tile_of_planes(loaded, FORMAT)
+    return dequantized(loaded[0], loaded[1], code, levels, start, place, FORMAT)
+
+
+@triton.jit
+def dequantized(scale, offset, code, levels, start, place, FORMAT: tl.constexpr):
+    """Values of codes (blocks, tile) int32; scale and offset as they are stored."""
+    scale = from_words(scale, FORMAT.meta_bytes == 2)
+    if FORMAT.symmetric:
+        offset = tl.abs(scale) * (-0.5 * FORMAT.steps)
+    else:
+        offset = from_words(offset, FORMAT.meta_bytes == 2)
     if FORMAT.levels:
         grid = tl.load(levels + code)
     else:  # a small integer as the low bits of 2^23 + code
         grid = (code | TWO23_BITS).to(tl.float32, bitcast=True) - TWO23
     if FORMAT.quantizer.rounding == "dither":
-        blocks = (tl.load(run + 4) + tl.arange(0, FORMAT.blocks)).to(tl.uint32)
-        segment = tl.load(run + 5).to(tl.uint32)
-        who = (tl.zeros_like(segment).to(tl.int32) + sender).to(tl.uint32)
+        blocks, segment, who = place
         grid += shift_of(draw_dither(scale, offset, start, blocks, segment, who, FORMAT))
     value = tl.abs(scale)[:, None] * grid + offset[:, None]
-    unscaled = tl.minimum(value * 4.0, FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
-    unscaled = tl.maximum(unscaled, -FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
-    return tl.where((scale < 0)[:, None], unscaled, value)
+    if tl.max((scale < 0).to(tl.int32), axis=0) > 0:  # huge blocks, which hold quarters
+        unscaled = tl.minimum(value * 4.0, FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
+        unscaled = tl.maximum(unscaled, -FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
+        value = tl.where((scale < 0)[:, None], unscaled, value)
+    return value
 
 
 @triton.jit
-def _load_meta(meta, numel, FORMAT: tl.constexpr, FULL: tl.constexpr):
-    """Scale and offset of every block, (blocks,) float32; the scale keeps its mark."""
-    NUMBERS: tl.constexpr = 1 if FORMAT.symmetric else 2
-    at = meta + NUMBERS * tl.arange(0, FORMAT.blocks)
-    scale = _load_number(at, numel, FORMAT, FULL)
-    if FORMAT.symmetric:
-        offset = tl.abs(scale) * (-0.5 * FORMAT.steps)
+def tile_of_planes(loaded, FORMAT: tl.constexpr):
+    """Codes (blocks, tile) int32 from bit planes: see :func:`qsdp.wire.planes`."""
+    BITS: tl.constexpr = FORMAT.quantizer.bits
+    BLOCKS: tl.constexpr = FORMAT.blocks
+    TILE: tl.constexpr = FORMAT.tile
+    four, two, one = loaded[2], loaded[3], loaded[4]
+    if BITS == 8:
+        return four.to(tl.int32)
     else:
-        offset = _load_number(at + 1, numel, FORMAT, FULL)
-    return scale, offset
+        code = tl.zeros((BLOCKS, TILE), tl.int32)
+        if BITS & 4:
+            code |= _unpacked(four, 4)
+        if BITS & 2:
+            code |= _unpacked(two, 2) << (BITS & 4)
+        if BITS & 1:
+            code |= _unpacked(one, 1) << (BITS & 6)
+        return code
 
 
 @triton.jit
-def _load_number(pointers, numel, FORMAT: tl.constexpr, FULL: tl.constexpr):
-    number = tl.load(pointers) if FULL else tl.load(pointers, mask=numel > 0, other=0)
-    if FORMAT.meta_bytes == 2:
-        return (number.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+def _load_plane(block, numel, start, WIDTH: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """(blocks, bytes of a tile) uint8: WIDTH bits of every code."""
+    PER: tl.constexpr = 8 // WIDTH
+    byte = start // PER + tl.arange(0, TILE // PER)
+    if MASKED:
+        mask = (byte * PER)[None, :] < numel[:, None]
+        return tl.load(block + byte[None, :], mask=mask, other=0)
     else:
-        return number
+        return tl.load(block + byte[None, :])
 
 
 @triton.jit
-def _untransformed(value, count, start, FORMAT: tl.constexpr, FULL: tl.constexpr):
+def _unpacked(packed, WIDTH: tl.constexpr):
+    """(blocks, tile) int32 from one plane of WIDTH bits."""
+    PER: tl.constexpr = 8 // WIDTH
+    shift = (tl.arange(0, PER) * WIDTH)[None, None, :]
+    lanes = (packed.to(tl.int32)[:, :, None] >> shift) & ((1 << WIDTH) - 1)
+    return tl.reshape(lanes, (packed.shape[0], packed.shape[1] * PER))
+
+
+@triton.jit
+def unrotated(value, count, start, FORMAT: tl.constexpr, FULL: tl.constexpr):
     """A tile of decoded values, or of their sum, as it was before the transform."""
     if FORMAT.quantizer.transform == "hadamard":
         MASKED: tl.constexpr = (not FULL) or FORMAT.quantizer.block_size % FORMAT.tile != 0
@@ -207,83 +386,15 @@ def _untransformed(value, count, start, FORMAT: tl.constexpr, FULL: tl.constexpr
 
 
 @triton.jit
-def _load_codes(codes, numel, start, FORMAT: tl.constexpr, MASKED: tl.constexpr):
-    """(blocks, tile) int32 from bit planes: see :func:`qsdp.wire.planes`."""
-    BITS: tl.constexpr = FORMAT.quantizer.bits
-    BLOCKS: tl.constexpr = FORMAT.blocks
-    TILE: tl.constexpr = FORMAT.tile
-    block = codes + (tl.arange(0, BLOCKS) * (FORMAT.quantizer.block_size * BITS // 8))[:, None]
-    if BITS == 8:
-        return _load_plane(block, numel, start, 8, TILE, MASKED)
-    else:
-        code = tl.zeros((BLOCKS, TILE), tl.int32)
-        if BITS & 4:
-            code |= _load_plane(block, numel, start, 4, TILE, MASKED)
-            block += ((numel + 1) >> 1)[:, None]
-        if BITS & 2:
-            code |= _load_plane(block, numel, start, 2, TILE, MASKED) << (BITS & 4)
-            block += ((numel + 3) >> 2)[:, None]
-        if BITS & 1:
-            code |= _load_plane(block, numel, start, 1, TILE, MASKED) << (BITS & 6)
-        return code
-
-
-@triton.jit
-def _load_plane(block, numel, start, WIDTH: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """(blocks, tile) int32: WIDTH bits of every code."""
-    PER: tl.constexpr = 8 // WIDTH
-    byte = start // PER + tl.arange(0, TILE // PER)
-    if MASKED:
-        mask = (byte * PER)[None, :] < numel[:, None]
-        packed = tl.load(block + byte[None, :], mask=mask, other=0)
-    else:
-        packed = tl.load(block + byte[None, :])
-    if WIDTH == 8:
-        return packed.to(tl.int32)
-    else:
-        shift = (tl.arange(0, PER) * WIDTH)[None, None, :]
-        lanes = (packed.to(tl.int32)[:, :, None] >> shift) & ((1 << WIDTH) - 1)
-        return tl.reshape(lanes, (block.shape[0], TILE))
-
-
-@triton.jit
-def _load_raw(pointers, mask, RAW: tl.constexpr):
+def load_raw(pointers, mask, RAW: tl.constexpr):
     """Full-precision values as float32; bfloat16 comes as int16."""
-    raw = tl.load(pointers, mask=mask, other=0)
-    if RAW is tl.int16:
-        return (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return raw.to(tl.float32)
+    return from_words(tl.load(pointers, mask=mask, other=0), RAW is tl.int16)
 
 
 @triton.jit
-def _store_tile(
+def store_decoded(
     out, value, count, start, BF16: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr
 ):
     MASKED: tl.constexpr = (not FULL) or FORMAT.quantizer.block_size % FORMAT.tile != 0
-    numel = block_numel(count, FORMAT, FULL)
-    column = start + tl.arange(0, FORMAT.tile)
-    at = tl.arange(0, FORMAT.blocks)[:, None] * FORMAT.quantizer.block_size + column[None, :]
-    if out.dtype.element_ty is tl.float16:  # what was finite stays so
-        largest = 65504.0
-        limited = tl.minimum(tl.maximum(value, -largest), largest)
-        value = tl.where(tl.abs(value) < float("inf"), limited, value)
-    _store_values(out + at, value, column[None, :] < numel[:, None], BF16, MASKED)
-
-
-@triton.jit
-def _store_values(pointers, value, mask, BF16: tl.constexpr, MASKED: tl.constexpr):
-    """Round float32 once, half to even, to the pointers' dtype, or to bfloat16 bits, and store."""
-    if not BF16:
-        rounded = value.to(pointers.dtype.element_ty)
-    elif INTERPRETED:
-        bits = value.to(tl.uint32, bitcast=True)
-        odd = (bits >> 16) & 1
-        bits = tl.add(tl.add(bits, 0x7FFF, sanitize_overflow=False), odd, sanitize_overflow=False)
-        rounded = tl.where(value == value, bits >> 16, 0x7FC0).to(tl.int16)
-    else:
-        rounded = value.to(tl.bfloat16).to(tl.int16, bitcast=True)
-    if MASKED:
-        tl.store(pointers, rounded, mask=mask)
-    else:
-        tl.store(pointers, rounded)
+    words = decoded_words(value, out.dtype.element_ty, BF16)
+    store_tile_words(out, words, block_numel(count, FORMAT, FULL), start, FORMAT, MASKED)

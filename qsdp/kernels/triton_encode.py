@@ -1,16 +1,16 @@
 """Device code of the Triton backend: encode. :mod:`qsdp.kernels.triton_gpu` launches it.
 
-A program handles one run (a row of the table): whole blocks of at most ``FORMAT.tile`` values, or
-one block in tiles. Shapes are powers of two; where a block is none, or a run is short, lanes are
-masked. Everything is done twice at compile time, for full runs without run-time masks (so that
-loads and stores are vectors) and for the rest. ``FORMAT`` is a compile-time object, of
-:class:`qsdp.kernels.triton_gpu.Format`.
+A program handles one run: whole blocks of at most ``FORMAT.tile`` values, or one block in tiles.
+Shapes are powers of two; where a block is none, or a run is short, lanes are masked. Everything is
+done twice at compile time, for full runs without run-time masks (so that loads and stores are
+vectors) and for the rest.
 
 [Note: the same bits under Triton] Compiled without fused multiply-add and dividing by ``div_rn``,
 every operation rounds once, as in the reference. Rounding to an integer adds 2^23: in [2^23, 2^24)
 the floats are the integers, so the sum rounds half to even, keeps the parity and has the result in
-its low bits. From 2^23 on (8 bits only) a float is an integer already. ``-x`` would be ``0 - x``,
-which loses the sign of zero: where that counts, numbers are multiplied by a negative one.
+its low bits. Where numbers reach 2^24 (8 bits only) what exceeds 2^23, which is an integer already,
+is added on its own. ``-x`` would be ``0 - x``, which loses the sign of zero: where that counts,
+numbers are multiplied by a negative one.
 """
 
 # Triton compiles these functions, Python never runs them: there is nothing for mypy to check.
@@ -21,13 +21,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qsdp.kernels.triton_maps import BYTE, store_map
 from qsdp.kernels.triton_philox import draw_dither, draw_per_value, philox, shift_of
+from qsdp.kernels.triton_runs import (
+    block_numel,
+    codes_at,
+    copy_raw,
+    find_span,
+    from_words,
+    load_tile_words,
+    meta_of,
+    row_number,
+    row_offset,
+    run_of,
+    zero_tail,
+)
 from qsdp.kernels.triton_transform import hadamard
 
-# Of the table: value offset, count, meta offset, code offset, block, segment, levels, meta padding.
-COLUMNS = 8
-
-FIELDS = tl.constexpr(COLUMNS)
 HUGE = tl.constexpr(2.0**126)
 TINY = tl.constexpr(2.0**-64)
 TWO23 = tl.constexpr(2.0**23)
@@ -37,152 +47,192 @@ MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 
 # Scalars are not specialised on their values (a new kernel for each that 16 divides): what may be
 # assumed of offsets is a compile-time argument of its own.
-_SCALARS = ["num_raw", "numel", "num_rows", "row_bytes", "payload_bytes"]
-_SCALARS += ["key_lo", "key_hi", "first_row", "sender"]
+_SCALARS = ["num_raw", "value_outer", "value_inner", "wire_outer", "wire_inner", "tail"]
+_SCALARS += ["row_bytes", "key_lo", "key_hi", "first_row", "sender"]
 
 
 @triton.jit(do_not_specialize=_SCALARS)
 def encode_kernel(
     values,
     wire,
-    table,
+    programs,
+    spans,
     thresholds,
     num_raw,
-    numel,
+    value_outer,
+    value_inner,
+    wire_outer,
+    wire_inner,
+    tail,
     row_bytes,
-    payload_bytes,
     key_lo,
     key_hi,
     first_row,
     sender,
     BF16: tl.constexpr,
+    MAPS: tl.constexpr,
     VALUE_ALIGNMENT: tl.constexpr,
     CODE_ALIGNMENT: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """Grid (programs, rows). ``values`` is bfloat16 as int16, or another float dtype as itself."""
-    row = tl.program_id(1)
-    row_start = row.to(tl.int64) * row_bytes
-    run = table + tl.program_id(0) * FIELDS
-    row_values = row.to(tl.int64) * numel
-    count = tl.load(run + 1).to(tl.int32)
-    if tl.program_id(0) == 0:
-        padding = payload_bytes + tl.arange(0, 8)
-        tl.store(wire + row_start + padding, tl.zeros((8,), tl.uint8), mask=padding < row_bytes)
-    if tl.program_id(0) < num_raw:
-        at = tl.arange(0, FORMAT.blocks * FORMAT.tile)
-        raw_source = values + row_values + tl.load(run) + at
-        raw = (wire + row_start).to(tl.pointer_type(values.dtype.element_ty)) + tl.load(run + 3)
-        tl.store(raw + at, tl.load(raw_source, mask=at < count), mask=at < count)
+    """Grid (programs, inner rows, outer rows). The first program also clears from ``tail`` on."""
+    program = tl.program_id(0)
+    row_start = row_offset(wire_outer, wire_inner)
+    row_values = row_offset(value_outer, value_inner)
+    span, index = find_span(program, programs, spans)
+    if program == 0:
+        zero_tail(wire + row_start, tail, row_bytes)
+    if program < num_raw:
+        at, count = run_of(span, index, FORMAT.blocks * FORMAT.tile)
+        raw = (wire + row_start).to(tl.pointer_type(values.dtype.element_ty))
+        raw += tl.load(span + 4) + at
+        source = values + row_values + tl.load(span + 2) + at
+        copy_raw(source, raw, 0, count, FORMAT.blocks * FORMAT.tile)
     else:
-        source = values + tl.multiple_of(row_values + tl.load(run), VALUE_ALIGNMENT)
-        codes = wire + tl.multiple_of(row_start + tl.load(run + 3), CODE_ALIGNMENT)
-        meta = meta_pointer(wire + row_start, tl.load(run + 2), FORMAT)
-        if FORMAT.symmetric and FORMAT.meta_bytes == 2:  # others need no padding
-            end = meta + tl.cdiv(count, FORMAT.quantizer.block_size)
-            tl.store(end, tl.zeros((), tl.int16), mask=tl.load(run + 7) > 0)
-        block = tl.load(run + 4).to(tl.uint32)
-        segment = tl.load(run + 5).to(tl.uint32)
-        thresholds += tl.load(run + 6)
-        draw_row = (first_row + row).to(tl.uint32)
-        who = (row * 0 + sender).to(tl.uint32)
-        key = key_lo.to(tl.uint32, bitcast=True)
+        at, count = run_of(span, index, FORMAT.blocks * FORMAT.quantizer.block_size)
+        source_at = row_values + tl.load(span + 2) + at
+        source = values + tl.multiple_of(source_at, VALUE_ALIGNMENT)
+        codes = wire + tl.multiple_of(row_start + codes_at(span, index, FORMAT), CODE_ALIGNMENT)
+        meta = meta_of(wire + row_start, span, index, FORMAT)
+        zeros = wire + row_start + tl.load(span + 7) + at // BYTE
+        pad_meta(meta, span, at, count, FORMAT)
+        thresholds += tl.load(span + 6)
+        draw_row = (first_row + row_number()).to(tl.uint32)
+        who = (row_number() * 0 + sender).to(tl.uint32)
+        place = draw_place(span, index, draw_row, who, FORMAT)
+        key = (key_lo.to(tl.uint32, bitcast=True), key_hi)
         if count == FORMAT.blocks * FORMAT.quantizer.block_size:
             _encode_run(
-                source, codes, meta, thresholds, count, block, segment, draw_row, who,
-                key, key_hi, BF16, FORMAT, True,
+                source, codes, meta, zeros, thresholds, count, place, key,
+                BF16, MAPS, FORMAT, True,
             )  # fmt: skip
         else:
             _encode_run(
-                source, codes, meta, thresholds, count, block, segment, draw_row, who,
-                key, key_hi, BF16, FORMAT, False,
+                source, codes, meta, zeros, thresholds, count, place, key,
+                BF16, MAPS, FORMAT, False,
             )  # fmt: skip
 
 
 @triton.jit
 def _encode_run(
-    source, codes, meta, thresholds, count, block, segment, row, sender, key_lo, key_hi,
-    BF16: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
+    source, codes, meta, zeros, thresholds, count, place, key,
+    BF16: tl.constexpr, MAPS: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     BLOCK_SIZE: tl.constexpr = FORMAT.quantizer.block_size
     TILE: tl.constexpr = FORMAT.tile
     MASKED: tl.constexpr = (not FULL) or BLOCK_SIZE % TILE != 0
-    place = tl.arange(0, FORMAT.blocks)
     numel = block_numel(count, FORMAT, FULL)
 
     x = _load_tile(source, numel, 0, BF16, FORMAT, MASKED)
-    lo, hi, content, magnitude = _extremes(x, numel, 0, MASKED)
+    if MAPS:
+        store_map(x, zeros, 0, count)
+    x = rotated(x, numel, 0, FORMAT, MASKED)
+    lo, hi, content, magnitude = extremes(x, numel, 0, MASKED)
     for start in range(TILE, BLOCK_SIZE, TILE):
         x = _load_tile(source, numel, start, BF16, FORMAT, MASKED)
-        lo_, hi_, content_, magnitude_ = _extremes(x, numel, start, MASKED)
+        if MAPS:
+            store_map(x, zeros, start, count)
+        x = rotated(x, numel, start, FORMAT, MASKED)
+        lo_, hi_, content_, magnitude_ = extremes(x, numel, start, MASKED)
         lo = tl.minimum(lo, lo_)
         hi = tl.maximum(hi, hi_)
         content = tl.add(content, content_, sanitize_overflow=False)
         magnitude = tl.maximum(magnitude, magnitude_)
-    finite = magnitude < INFINITY_BITS
-    lo = tl.where(finite, lo, 0.0) + 0.0
-    hi = tl.where(finite, hi, 0.0) + 0.0
-    p, base, inverse, scale, offset, huge = _grid(lo, hi, FORMAT)
-
-    key_lo = key_lo + tl.zeros_like(place).to(tl.uint32)
-    key_hi = (content ^ key_hi).to(tl.uint32, bitcast=True)
-    blocks = block + place.to(tl.uint32)
-    if FORMAT.quantizer.rounding == "shift":
-        zero = tl.zeros_like(blocks)
-        word, _, _, _ = philox(zero, blocks, segment, row, key_lo, key_hi)
-        draw = (word & 0xFFFF).to(tl.int32)
-        offset = offset + scale * shift_of(draw)
-    scale = tl.where(finite, tl.where(huge, -scale, scale), float("nan"))
-    offset = tl.where(finite, offset, float("nan"))
-    _store_meta(meta, scale, offset, numel, FORMAT)
+    grid = block_grid(lo, hi, content, magnitude, place, key, FORMAT)
+    scale, offset = grid[4], grid[5]
+    store_meta(meta, meta_words(scale, FORMAT), meta_words(offset, FORMAT), numel, FORMAT)
 
     for start in range(0, BLOCK_SIZE, TILE):
         if TILE < BLOCK_SIZE:  # a block that did not stay in registers
             x = _load_tile(source, numel, start, BF16, FORMAT, MASKED)
-        q = _positions(x, p, base, inverse, FORMAT)
-        if FORMAT.levels:
-            code = _level_codes(q, thresholds, FORMAT.quantizer.bits)
-        elif FORMAT.quantizer.rounding == "stochastic":
-            r = draw_per_value(start, blocks, segment, row, key_lo, key_hi, FORMAT)
-            code = (q + r) >> 16
-        elif FORMAT.quantizer.rounding == "dither":
-            code = (q + draw_dither(scale, offset, start, blocks, segment, sender, FORMAT)) >> 16
-        elif FORMAT.quantizer.rounding == "shift":
-            code = (q + draw[:, None]) >> 16
-        else:
-            code = (q + 32768) >> 16
+            x = rotated(x, numel, start, FORMAT, MASKED)
+        code = tile_codes(x, grid, thresholds, numel, start, place, FORMAT, MASKED)
+        store_codes(codes, code, numel, start, FORMAT, MASKED)
+
+
+@triton.jit
+def draw_place(span, index, row, sender, FORMAT: tl.constexpr):
+    """What a draw depends on beside its key: blocks, segment, row and sender, all uint32."""
+    block = index * FORMAT.blocks + tl.arange(0, FORMAT.blocks)
+    return block.to(tl.uint32), tl.load(span + 5).to(tl.uint32), row, sender
+
+
+@triton.jit
+def pad_meta(meta, span, at, count, FORMAT: tl.constexpr):
+    """Zeros after a segment's last scale, up to a multiple of 4 bytes."""
+    if FORMAT.symmetric and FORMAT.meta_bytes == 2:  # others need no padding
+        last = (at + count == tl.load(span + 1)) & (tl.load(span + 8) > 0)
+        end = meta + tl.cdiv(count, FORMAT.quantizer.block_size)
+        tl.store(end, tl.zeros((), tl.int16), mask=last)
+
+
+@triton.jit
+def block_grid(lo, hi, content, magnitude, place, key, FORMAT: tl.constexpr):
+    """Of every block, from what :func:`extremes` found: whether it is finite, where its grid lies
+    (p, base, inverse), scale and offset as stored, the draw of shift, and the key of its draws.
+    """
+    blocks, segment, row = place[0], place[1], place[2]
+    finite = magnitude < INFINITY_BITS
+    if FORMAT.symmetric:  # so that nothing else is looked for
+        hi = magnitude.to(tl.float32, bitcast=True)
+        lo = hi
+    lo = tl.where(finite, lo, 0.0) + 0.0
+    hi = tl.where(finite, hi, 0.0) + 0.0
+    p, base, inverse, scale, offset, huge = _grid(lo, hi, FORMAT)
+    key_lo = key[0] + tl.zeros_like(blocks)
+    key_hi = (content ^ key[1]).to(tl.uint32, bitcast=True)
+    draw = tl.zeros_like(content)
+    if FORMAT.quantizer.rounding == "shift":
+        zero = tl.zeros_like(blocks)
+        words = philox(zero, blocks, segment, row, key_lo, key_hi)
+        draw = (words[0] & 0xFFFF).to(tl.int32)
+        offset = offset + scale * shift_of(draw)
+    scale = tl.where(finite, tl.where(huge, -scale, scale), float("nan"))
+    offset = tl.where(finite, offset, float("nan"))
+    return finite, p, base, inverse, scale, offset, draw, key_lo, key_hi
+
+
+@triton.jit
+def tile_codes(
+    x, grid, thresholds, numel, start, place, FORMAT: tl.constexpr, MASKED: tl.constexpr
+):
+    """Codes of a tile, int32; zero in masked lanes."""
+    finite, p, base, inverse, scale, offset, draw, key_lo, key_hi = grid
+    blocks, segment, row, sender = place
+    rare = tl.where(finite & (p == 1.0), 0, 1)
+    if tl.max(rare, axis=0) > 0:  # zeros have code zero, whatever is drawn
+        x = tl.where(finite[:, None], x, 0.0) * p[:, None]
+    q = _positions(x, base, inverse, FORMAT)
+    if FORMAT.levels:
+        code = _level_codes(q, thresholds, FORMAT.quantizer.bits)
         code = tl.where(finite[:, None], code, 0)
-        if MASKED:
-            column = start + tl.arange(0, TILE)
-            code = tl.where(column[None, :] < numel[:, None], code, 0)
-        _store_codes(codes, code, numel, start, FORMAT, MASKED)
-
-
-@triton.jit
-def block_numel(count, FORMAT: tl.constexpr, FULL: tl.constexpr):
-    """Values of each block of a run, (blocks,) int32; zero past its end."""
-    if FULL:
-        return tl.full((FORMAT.blocks,), FORMAT.quantizer.block_size, tl.int32)
+    elif FORMAT.quantizer.rounding == "stochastic":
+        r = draw_per_value(start, blocks, segment, row, key_lo, key_hi, FORMAT)
+        code = (q + r) >> 16
+    elif FORMAT.quantizer.rounding == "dither":
+        code = (q + draw_dither(scale, offset, start, blocks, segment, sender, FORMAT)) >> 16
+    elif FORMAT.quantizer.rounding == "shift":
+        code = (q + draw[:, None]) >> 16
     else:
-        left = count - tl.arange(0, FORMAT.blocks) * FORMAT.quantizer.block_size
-        return tl.minimum(tl.maximum(left, 0), FORMAT.quantizer.block_size)
+        code = (q + 32768) >> 16
+    if MASKED:
+        column = start + tl.arange(0, FORMAT.tile)
+        code = tl.where(column[None, :] < numel[:, None], code, 0)
+    return code
 
 
 @triton.jit
-def meta_pointer(row, index, FORMAT: tl.constexpr):
-    """To a number in a row's scales and offsets: float32, or bfloat16 as int16."""
-    if FORMAT.meta_bytes == 2:
-        return row.to(tl.pointer_type(tl.int16)) + index
-    else:
-        return row.to(tl.pointer_type(tl.float32)) + index
-
-
-@triton.jit
-def _store_meta(meta, scale, offset, numel, FORMAT: tl.constexpr):
-    place = tl.arange(0, FORMAT.blocks)
+def meta_words(number, FORMAT: tl.constexpr):
+    """A scale or an offset as it is stored."""
     if FORMAT.meta_bytes == 2:  # exact: the grid was made of bfloat16 numbers
-        scale = (scale.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
-        offset = (offset.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+        return (number.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+    else:
+        return number
+
+
+@triton.jit
+def store_meta(meta, scale, offset, numel, FORMAT: tl.constexpr):
+    place = tl.arange(0, FORMAT.blocks)
     if FORMAT.symmetric:
         tl.store(meta + place, scale, mask=numel > 0)
     else:
@@ -194,21 +244,20 @@ def _store_meta(meta, scale, offset, numel, FORMAT: tl.constexpr):
 def _load_tile(
     source, numel, start, BF16: tl.constexpr, FORMAT: tl.constexpr, MASKED: tl.constexpr
 ):
-    """(blocks, tile) float32, transformed if the format says so; masked lanes are zero."""
-    column = start + tl.arange(0, FORMAT.tile)
-    at = tl.arange(0, FORMAT.blocks)[:, None] * FORMAT.quantizer.block_size + column[None, :]
-    if MASKED:
-        x = tl.load(source + at, mask=column[None, :] < numel[:, None], other=0)
-    else:
-        x = tl.load(source + at)
-    x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True) if BF16 else x.to(tl.float32)
+    """(blocks, tile) float32; masked lanes are zero."""
+    return from_words(load_tile_words(source, numel, start, FORMAT, MASKED), BF16)
+
+
+@triton.jit
+def rotated(x, numel, start, FORMAT: tl.constexpr, MASKED: tl.constexpr):
+    """A tile as it is quantized: transformed, if the format says so."""
     if FORMAT.quantizer.transform == "hadamard":
         x = hadamard(x, numel, start, MASKED)
     return x
 
 
 @triton.jit
-def _extremes(x, numel, start, MASKED: tl.constexpr):
+def extremes(x, numel, start, MASKED: tl.constexpr):
     """Of every block: least and greatest value, sum of the bit patterns, greatest magnitude's bits.
 
     A NaN or an infinity shows in the magnitude; the extremes then mean nothing.
@@ -232,7 +281,6 @@ def _grid(lo, hi, FORMAT: tl.constexpr):
     mark, which is returned last.
     """
     if FORMAT.symmetric:
-        hi = tl.maximum(tl.abs(lo), tl.abs(hi))
         lo = -hi
     extreme = tl.maximum(tl.abs(lo), tl.abs(hi)) > HUGE
     quarter = tl.where(extreme, 0.25, 1.0)
@@ -261,18 +309,18 @@ def _grid(lo, hi, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _positions(x, p, base, inverse, FORMAT: tl.constexpr):
-    """q of every value, int32; see [Note: the same bits under Triton]."""
-    t = (x * p[:, None] - base[:, None]) * inverse[:, None]
+def _positions(x, base, inverse, FORMAT: tl.constexpr):
+    """q of every value times p, int32; see [Note: the same bits under Triton]."""
+    t = (x - base[:, None]) * inverse[:, None]
     t = tl.minimum(t, 65536.0 * FORMAT.steps)
     if FORMAT.meta_bytes == 2:  # a symmetric grid with a denormal scale may begin above a value
         t = tl.maximum(t, 0.0)
     if FORMAT.steps < 128:
         return (t + TWO23).to(tl.int32, bitcast=True) - TWO23_BITS
     else:
-        whole = t >= TWO23
-        bits = (t + tl.where(whole, 0.0, TWO23)).to(tl.int32, bitcast=True)
-        return bits - tl.where(whole, TWO23_BITS - 0x800000, TWO23_BITS)
+        low = tl.minimum(t, TWO23)  # two numbers up to 2^23, of which one is 0 or 2^23
+        bits = (low + TWO23).to(tl.int32, bitcast=True) - TWO23_BITS
+        return bits + ((t - low + TWO23).to(tl.int32, bitcast=True) - TWO23_BITS)
 
 
 @triton.jit
@@ -286,7 +334,7 @@ def _level_codes(q, thresholds, BITS: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(codes, code, numel, start, FORMAT: tl.constexpr, MASKED: tl.constexpr):
+def store_codes(codes, code, numel, start, FORMAT: tl.constexpr, MASKED: tl.constexpr):
     """Pack a tile of codes into bit planes: see :func:`qsdp.wire.planes`."""
     BITS: tl.constexpr = FORMAT.quantizer.bits
     block = (

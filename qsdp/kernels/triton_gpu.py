@@ -1,73 +1,41 @@
 """The CUDA and ROCm backend: Triton kernels, bit-identical to the reference.
 
-One launch covers all rows and all segments of one *format* (all fields of a segment but its length
-and the level table); full-precision segments and the padding ride in the first. A table of *runs*
-says what each program does: a run is some whole blocks of one segment, or a piece of a
-full-precision segment. A block has a warp for every 1024 values, so common blocks need no barrier,
-and up to ``MAX_TILE`` values it stays in registers and is read once. Imported at the first CUDA
-tensor.
+One launch covers all rows and all segments of one format; full-precision segments and the end of
+each row ride in the first. :mod:`qsdp.kernels.triton_plan` says what is launched. A block has a
+warp for every 1024 values, so common blocks need no barrier, and up to ``MAX_TILE`` values it stays
+in registers and is read once. Imported at the first CUDA tensor.
+
+Contracts are those of :mod:`qsdp.kernels.reference`. Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import pairwise
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
-from qsdp.kernels.blocks import level_thresholds
-from qsdp.kernels.reference import accumulate_by
 from qsdp.kernels.triton_decode import decode_kernel, decode_sum_kernel
 from qsdp.kernels.triton_encode import encode_kernel
-from qsdp.kernels.zeros import map_zeros as map_zeros
+from qsdp.kernels.triton_maps import write_maps_kernel, write_zeros_kernel
+from qsdp.kernels.triton_plan import MAP_RUN, WARP_VALUES, Plan, plan_for
+from qsdp.kernels.triton_runs import INTERPRETED
+from qsdp.kernels.triton_update import (
+    COUNTS,
+    TOTAL_WARPS,
+    accumulate_kernel,
+    difference_kernel,
+    total_kernel,
+)
 from qsdp.quantizer import Quantizer
-from qsdp.wire import Span, WireLayout, code_bytes
+from qsdp.wire import WireLayout, tensor_layout
 
 NAME = "triton"
 
-WARP_VALUES = 1024  # 32 a thread
-MAX_TILE = 4096  # larger blocks are read twice
-MAX_ALIGNMENT = 16
-# Others would be taken for nearest.
-KNOWN_ROUNDINGS = ("nearest", "stochastic", "shift", "dither")
-
-
-@dataclass(frozen=True)
-class Format:
-    """What a kernel is specialised for, a compile-time argument of its own.
-
-    The quantizer without its table of levels, which is data, and what follows from it. Device code
-    reads fields only, no properties: Triton keeps compiled kernels on disk by the values of the
-    fields and the source of the device code, and would not notice that a property had changed.
-    """
-
-    quantizer: Quantizer
-    tile: int  # lanes for one block, or for a piece of it
-    blocks: int  # whole blocks of a program
-    levels: bool
-    steps: int  # from a block's lowest point to its highest
-    symmetric: bool
-    meta_bytes: int  # of a scale or an offset
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One format's programs: the first ``num_raw`` runs of ``table`` are full precision."""
-
-    format: Format
-    decode_format: Format  # without the rounding, where decoding does not depend on it
-    table: torch.Tensor  # (num_programs, COLUMNS) int64
-    num_raw: int
-    thresholds: torch.Tensor  # int32, of all level tables of the format, one after another
-    levels: torch.Tensor  # float32, likewise
-    value_alignment: int  # the largest power of two, up to 16, that divides all offsets
-    code_alignment: int
+_RAW = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.int16}
+_MAP_OPTIONS = {"num_warps": MAP_RUN // WARP_VALUES}
 
 
 def encode(
@@ -80,19 +48,8 @@ def encode(
     sender: int = 0,
 ) -> None:
     """See :func:`qsdp.kernels.reference.encode`."""
-    key_halves = _signed(key), _signed(key >> 32)
-    with torch.cuda.device_of(wire):
-        for index, launch in enumerate(launches(layout, wire.device)):
-            encode_kernel[(len(launch.table), len(values))](
-                _words(values),
-                *(wire, launch.table, launch.thresholds),
-                *(launch.num_raw, layout.numel, layout.row_bytes),
-                layout.payload_bytes if index == 0 else layout.row_bytes,
-                *(*key_halves, first_row, sender),
-                BF16=values.dtype == torch.bfloat16,
-                **_alignments(launch, layout, value_rows=len(values), wire_rows=len(values)),
-                **_options(launch.format),
-            )
+    with _on(wire.device):
+        _encode(plan_for(layout, wire.device), values, wire, key, first_row, sender)
 
 
 def decode(
@@ -104,17 +61,8 @@ def decode(
     sender_step: int = 1,
 ) -> None:
     """See :func:`qsdp.kernels.reference.decode`."""
-    with torch.cuda.device_of(wire):
-        for launch in launches(layout, wire.device):
-            decode_kernel[_decode_grid(launch, len(values))](
-                _words(values),
-                *(wire, launch.table, launch.levels),
-                *(launch.num_raw, layout.numel, layout.row_bytes, first_sender, sender_step),
-                EXACT=values.dtype == layout.dtype,
-                **_dtypes(layout, values),
-                **_alignments(launch, layout, value_rows=len(values), wire_rows=len(values)),
-                **_options(launch.decode_format),
-            )
+    with _on(wire.device):
+        _decode(plan_for(layout, wire.device), wire, values, first_sender, sender_step)
 
 
 def decode_sum(
@@ -126,32 +74,234 @@ def decode_sum(
     divide: float = 1.0,
 ) -> None:
     """See :func:`qsdp.kernels.reference.decode_sum`."""
+    with _on(wire.device):
+        _decode_sum(plan_for(layout, wire.device), wire, out, multiply, divide)
+
+
+def accumulate(
+    values: torch.Tensor, layout: WireLayout, before: torch.Tensor, wire: torch.Tensor
+) -> None:
+    """See :func:`qsdp.kernels.reference.accumulate_by`; in one pass over memory."""
+    assert not any(layout.zero_maps)
+    with _on(wire.device):
+        _accumulate(plan_for(layout, wire.device), values, before, wire)
+
+
+def difference(
+    values: torch.Tensor,
+    layout: WireLayout,
+    before: torch.Tensor,
+    sent: torch.Tensor,
+    change: torch.Tensor,
+    stats: torch.Tensor,
+) -> None:
+    """See :func:`qsdp.kernels.reference.difference_by`; in one pass over memory."""
+    assert not any(layout.zero_maps) and stats.is_contiguous()
+    with _on(values.device):
+        plan = plan_for(layout, values.device)
+        shape = COUNTS, plan.num_partials
+        partials = torch.empty(shape, dtype=torch.float64, device=values.device)
+        _difference(plan, values, before, sent, change, stats, partials)
+
+
+def warm_up(
+    layout: WireLayout,
+    num_rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    divide: float | None = None,
+    accumulate: bool = False,
+    difference: bool = False,
+) -> None:
+    """Make the tables of a layout, and compile and load the kernels that it will use.
+
+    So that it does not happen in the first step, where ranks would wait for each other. Nothing is
+    computed or sent, and no memory is needed for rows.
+
+    Args:
+        num_rows: of decode and decode_sum. One row and so many are encoded and decoded.
+        dtype: of values on both sides.
+        divide: of decode_sum; None: ``num_rows``.
+        accumulate: also for :func:`accumulate`, of ``num_rows``.
+        difference: also for :func:`difference`.
+    """
+    plan = plan_for(layout, device)
+    if INTERPRETED:
+        return
+    idle = plan.without_programs()
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")  # launched without programs: unread
+
+    with _on(device):
+        for rows in {1, num_rows}:
+            values = empty(rows, layout.numel)
+            wire = empty(rows, layout.row_bytes, of=torch.uint8)
+            _encode(idle, values, wire, 0, 0, 0)
+            _decode(idle, wire, values, 0, 1)
+        _decode_sum(idle, wire, values[0], 1.0, float(num_rows if divide is None else divide))
+        if accumulate:
+            _accumulate(idle, values, wire, wire)
+        if difference:
+            stats = empty(len(layout.spans), COUNTS, of=torch.float64)
+            _difference(idle, values[0], wire[0], values[0], values[0], stats, stats)
+
+
+def try_out(device: torch.device) -> None:
+    """Encode something small. Raises whatever keeps Triton from compiling or launching."""
+    layout = tensor_layout(32, Quantizer())
+    wire = torch.empty(1, layout.row_bytes, dtype=torch.uint8, device=device)
+    encode(torch.zeros(1, 32, device=device), layout, wire, key=0)
+
+
+def _encode(
+    plan: Plan, values: torch.Tensor, wire: torch.Tensor, key: int, first_row: int, sender: int
+) -> None:
+    words, bfloat16 = _words(values)
+    inner, outer, value_outer, value_inner = _rows(values)
+    _, _, wire_outer, wire_inner = _rows(wire)
+    key_halves = _signed(key), _signed(key >> 32)
+    tail, row_bytes = plan.layout.payload_bytes, plan.layout.row_bytes
+    for launch in plan.launches:
+        encode_kernel[(launch.num_programs, inner, outer)](
+            words,
+            *(wire, launch.programs, launch.spans, launch.thresholds, launch.num_raw),
+            *(value_outer, value_inner, wire_outer, wire_inner, tail, row_bytes),
+            *(*key_halves, first_row, sender),
+            BF16=bfloat16,
+            VALUE_ALIGNMENT=math.gcd(launch.value_alignment, value_outer, value_inner),
+            CODE_ALIGNMENT=math.gcd(launch.code_alignment, wire_outer, wire_inner),
+            **launch.encode_options,
+        )
+        tail = row_bytes  # the first launch has cleared it
+    if plan.maps:
+        write_maps_kernel[(plan.maps.num_programs, inner, outer)](
+            words,
+            *(wire, plan.maps.programs, plan.maps.spans),
+            *(value_outer, value_inner, wire_outer, wire_inner),
+            BF16=bfloat16,
+            **_MAP_OPTIONS,
+        )
+
+
+def _decode(
+    plan: Plan, wire: torch.Tensor, values: torch.Tensor, first_sender: int, sender_step: int
+) -> None:
+    words, bfloat16 = _words(values)
+    inner, outer, value_outer, value_inner = _rows(values)
+    _, _, wire_outer, wire_inner = _rows(wire)
+    dtype = plan.layout.dtype
+    for launch in plan.launches:
+        decode_kernel[(launch.num_programs * launch.tiles, inner, outer)](
+            words,
+            *(wire, launch.programs, launch.spans, launch.levels, launch.num_raw),
+            *(value_outer, value_inner, wire_outer, wire_inner, first_sender, sender_step),
+            RAW=_RAW[dtype],
+            BF16=bfloat16,
+            EXACT=values.dtype == dtype,
+            VALUE_ALIGNMENT=math.gcd(launch.value_alignment, value_outer, value_inner),
+            CODE_ALIGNMENT=math.gcd(launch.code_alignment, wire_outer, wire_inner),
+            **launch.decode_options,
+        )
+    if plan.maps:
+        write_zeros_kernel[(plan.maps.num_programs, inner, outer)](
+            words,
+            *(wire, plan.maps.programs, plan.maps.spans, 1, 0),
+            *(value_outer, value_inner, wire_outer, wire_inner),
+            **_MAP_OPTIONS,
+        )
+
+
+def _decode_sum(
+    plan: Plan, wire: torch.Tensor, out: torch.Tensor, multiply: float, divide: float
+) -> None:
+    words, bfloat16 = _words(out)
+    num_rows, _, _, stride = _rows(wire)
     power_of_two = abs(math.frexp(divide)[0]) == 0.5 and abs(math.log2(abs(divide))) <= 126
-    with torch.cuda.device_of(wire):
-        for launch in launches(layout, wire.device):
-            decode_sum_kernel[_decode_grid(launch, 1)](
-                _words(out),
-                *(wire, launch.table, launch.levels),
-                *(launch.num_raw, len(wire), layout.row_bytes),
-                *(float(multiply), 1 / divide if power_of_two else float(divide)),
-                DIVIDE=not power_of_two,
-                **_dtypes(layout, out),
-                **_alignments(launch, layout, value_rows=1, wire_rows=len(wire)),
-                **_options(launch.decode_format),
-            )
+    for launch in plan.launches:
+        decode_sum_kernel[(launch.num_programs * launch.tiles,)](
+            words,
+            *(wire, launch.programs, launch.spans, launch.levels, launch.num_raw),
+            *(num_rows, stride),
+            *(float(multiply), 1 / divide if power_of_two else float(divide)),
+            DIVIDE=not power_of_two,
+            RAW=_RAW[plan.layout.dtype],
+            BF16=bfloat16,
+            VALUE_ALIGNMENT=launch.value_alignment,
+            CODE_ALIGNMENT=math.gcd(launch.code_alignment, stride),
+            **launch.decode_options,
+        )
+    if plan.maps:
+        write_zeros_kernel[(plan.maps.num_programs,)](
+            words,
+            *(wire, plan.maps.programs, plan.maps.spans, num_rows, stride),
+            *(0, 0, 0, 0),
+            **_MAP_OPTIONS,
+        )
 
 
-accumulate = accumulate_by(encode, decode)
+def _accumulate(plan: Plan, values: torch.Tensor, before: torch.Tensor, wire: torch.Tensor) -> None:
+    words, bfloat16 = _words(values)
+    num_rows, _, _, value_stride = _rows(values)
+    before_stride, wire_stride = _rows(before)[3], _rows(wire)[3]
+    tail, row_bytes = plan.layout.payload_bytes, plan.layout.row_bytes
+    for launch in plan.launches:
+        accumulate_kernel[(launch.num_programs, num_rows)](
+            words,
+            *(before, wire, launch.programs, launch.spans, launch.thresholds, launch.levels),
+            *(launch.num_raw, value_stride, before_stride, wire_stride, tail, row_bytes),
+            BF16=bfloat16,
+            VALUE_ALIGNMENT=math.gcd(launch.value_alignment, value_stride),
+            CODE_ALIGNMENT=math.gcd(launch.code_alignment, before_stride, wire_stride),
+            **launch.update_options,
+        )
+        tail = row_bytes
 
 
-def _options(format_: Format) -> dict[str, Any]:
-    """Compile-time arguments that all kernels share."""
-    num_warps = format_.blocks * format_.tile // WARP_VALUES
-    return {"FORMAT": format_, "num_warps": num_warps, "enable_fp_fusion": False}
+def _difference(
+    plan: Plan,
+    values: torch.Tensor,
+    before: torch.Tensor,
+    sent: torch.Tensor,
+    change: torch.Tensor,
+    stats: torch.Tensor,
+    partials: torch.Tensor,
+) -> None:
+    (words, bfloat16), (sent, _), (change, _) = _words(values), _words(sent), _words(change)
+    for launch in plan.launches:
+        difference_kernel[(launch.num_programs * launch.tiles,)](
+            *(words, before, sent, change, partials),
+            *(launch.programs, launch.spans, launch.levels, launch.num_raw),
+            *(launch.first_partial, plan.num_partials),
+            BF16=bfloat16,
+            VALUE_ALIGNMENT=launch.value_alignment,
+            CODE_ALIGNMENT=launch.code_alignment,
+            **launch.difference_options,
+        )
+    total_kernel[(plan.num_spans, COUNTS)](
+        stats, partials, plan.partials, plan.num_partials, num_warps=TOTAL_WARPS
+    )
 
 
-def _decode_grid(launch: Launch, num_rows: int) -> tuple[int, int, int]:
-    return len(launch.table), num_rows, triton.cdiv(launch.format.quantizer.block_size, MAX_TILE)
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Launch there: Triton takes the current device. Free where it is that already."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def _rows(rows: torch.Tensor) -> tuple[int, int, int, int]:
+    """Inner and outer rows of (..., size), and the outer and inner stride; zero for a single row,
+    so that it says nothing about alignment.
+    """
+    assert rows.stride(-1) == 1 or rows.shape[-1] <= 1, rows.stride()
+    if rows.ndim == 2:
+        num_rows = rows.shape[0]
+        return num_rows, 1, 0, rows.stride(0) if num_rows > 1 else 0
+    outer, inner, _ = rows.shape
+    outer_stride, inner_stride, _ = rows.stride()
+    return inner, outer, outer_stride if outer > 1 else 0, inner_stride if inner > 1 else 0
 
 
 def _signed(word: int) -> int:
@@ -159,127 +309,8 @@ def _signed(word: int) -> int:
     return (word & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
 
 
-def _words(values: torch.Tensor) -> torch.Tensor:
-    """bfloat16 as its bits: Triton's interpreter has no bfloat16 of its own."""
-    return values.view(torch.int16) if values.dtype == torch.bfloat16 else values
-
-
-def _dtypes(layout: WireLayout, values: torch.Tensor) -> dict[str, Any]:
-    raw = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.int16}
-    return {"RAW": raw[layout.dtype], "BF16": values.dtype == torch.bfloat16}
-
-
-def _alignments(
-    launch: Launch, layout: WireLayout, *, value_rows: int, wire_rows: int
-) -> dict[str, int]:
-    """What the compiler may assume of offsets: it decides how wide loads and stores are."""
-    row_numel = layout.numel if value_rows > 1 else 0
-    row_bytes = layout.row_bytes if wire_rows > 1 else 0
-    return {
-        "VALUE_ALIGNMENT": math.gcd(launch.value_alignment, row_numel),
-        "CODE_ALIGNMENT": math.gcd(launch.code_alignment, row_bytes),
-    }
-
-
-@lru_cache(maxsize=1024)
-def launches(layout: WireLayout, device: torch.device) -> tuple[Launch, ...]:
-    """What to launch for a layout, one a format; the tables are copied to ``device`` once."""
-    formats: dict[Format, list[tuple[int, Span]]] = {}
-    raw = []
-    for index, span in enumerate(layout.spans):
-        if span.segment.numel and span.segment.quantizer is None:
-            raw.append(span)
-        elif span.segment.numel:
-            formats.setdefault(_format(span.segment.format), []).append((index, span))
-    if raw and not formats:
-        formats[_format(Quantizer())] = []
-    parts = []
-    for format_, spans in formats.items():
-        pieces = [
-            run
-            for span in raw
-            for run in _raw_runs(span, layout.dtype.itemsize, format_.blocks * format_.tile)
-        ]
-        parts.append(_launch(format_, spans, pieces, device))
-        raw = []
-    return tuple(parts)
-
-
-def _format(quantizer: Quantizer) -> Format:
-    if quantizer.rounding not in KNOWN_ROUNDINGS:
-        raise NotImplementedError(
-            f"the Triton kernels know rounding {', '.join(KNOWN_ROUNDINGS)}, not "
-            f"{quantizer.rounding!r}: extend qsdp/kernels/triton_encode.py and _decode"
-        )
-    tile = min(int(triton.next_power_of_2(quantizer.block_size)), MAX_TILE)
-    return Format(
-        replace(quantizer, levels=None),
-        tile=tile,
-        blocks=max(WARP_VALUES // tile, 1),
-        levels=quantizer.levels is not None,
-        steps=quantizer.steps,
-        symmetric=quantizer.symmetric,
-        meta_bytes=2 if quantizer.scale_dtype == "bfloat16" else 4,
-    )
-
-
-def _launch(
-    format_: Format, spans: list[tuple[int, Span]], raw: list[list[int]], device: torch.device
-) -> Launch:
-    tables: dict[tuple[float, ...], int] = {}  # and where each begins
-    runs = []
-    for index, span in spans:
-        levels = span.segment.format.levels
-        at = len(tables) << format_.quantizer.bits
-        levels_at = tables.setdefault(levels, at) if levels else 0
-        runs += list(_block_runs(span, index, levels_at, format_.blocks))
-    thresholds = [[*level_thresholds(table).tolist(), 0] for table in tables]
-    return Launch(
-        format_,
-        _decode_format(format_),
-        torch.tensor(raw + runs, dtype=torch.int64).to(device),
-        len(raw),
-        torch.tensor(thresholds, dtype=torch.int32).to(device),
-        torch.tensor(list(tables), dtype=torch.float32).to(device),
-        math.gcd(MAX_ALIGNMENT, *(run[0] for run in runs)),
-        math.gcd(MAX_ALIGNMENT, *(run[3] for run in runs)),
-    )
-
-
-def _decode_format(format_: Format) -> Format:
-    """The same for all roundings that the decoder does not have to know."""
-    if format_.quantizer.rounding == "dither":
-        return format_
-    return replace(format_, quantizer=replace(format_.quantizer, rounding="nearest"))
-
-
-def _raw_runs(span: Span, itemsize: int, run: int) -> list[list[int]]:
-    """Runs of a full-precision segment; the code offset counts in elements."""
-    bounds = [*range(0, span.segment.numel, run), span.segment.numel]
-    return [
-        [span.value_offset + at, end - at, 0, span.data_offset // itemsize + at, 0, 0, 0, 0]
-        for at, end in pairwise(bounds)
-    ]
-
-
-def _block_runs(span: Span, segment_index: int, levels_at: int, blocks: int) -> Iterator[list[int]]:
-    """Runs of a quantized segment; the meta offset counts in numbers.
-
-    The last column is how many numbers of padding follow the segment's last scale.
-    """
-    segment, size = span.segment, span.segment.format.block_size
-    bytes_a_block = code_bytes(size, segment.format.bits)
-    number = segment.meta_dtype.itemsize
-    padding = segment.meta_bytes // number - segment.num_blocks * segment.meta_numbers
-    for block in range(0, segment.num_blocks, blocks):
-        at = block * size
-        yield [
-            span.value_offset + at,
-            min(segment.numel - at, blocks * size),
-            span.meta_offset // number + block * segment.meta_numbers,
-            span.data_offset + block * bytes_a_block,
-            block,
-            segment_index,
-            levels_at,
-            padding if block + blocks >= segment.num_blocks else 0,
-        ]
+def _words(values: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """bfloat16 as its bits, and whether it is: Triton's interpreter has no bfloat16 of its own."""
+    if values.dtype == torch.bfloat16:
+        return values.view(torch.int16), True
+    return values, False

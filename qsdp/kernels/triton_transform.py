@@ -51,13 +51,16 @@ def _butterflies(x):
     """At distances 1, 2, 4, 8, 16 each pair becomes its sum and its difference."""
     CUBE: tl.constexpr = (x.numel // SIZE, 2, 2, 2, 2, 2)
     y = tl.reshape(x, CUBE)
-    lane = tl.reshape(tl.arange(0, x.numel), CUBE)
     for stage in tl.static_range(STAGES):
         bits = y.to(tl.int32, bitcast=True)
         both = tl.sum(bits, axis=STAGES - stage, keep_dims=True)
         partner = tl.sub(both, bits, sanitize_overflow=False).to(tl.float32, bitcast=True)
-        second = ((lane >> stage) & 1) == 1
-        y = tl.where(second, partner - y, y + partner)
+        sign = tl.arange(0, 2) << 31  # of the second, which is subtracted
+        for _ in tl.static_range(STAGES - stage):
+            sign = tl.expand_dims(sign, 0)
+        for _ in tl.static_range(stage):
+            sign = tl.expand_dims(sign, -1)
+        y = partner + (bits ^ sign).to(tl.float32, bitcast=True)
     return tl.reshape(y, x.shape)
 
 

@@ -1,0 +1,310 @@
+"""Device code of the Triton backend: what remembered weights are updated with.
+
+``accumulate`` decodes, adds, encodes and decodes again in registers; ``difference`` subtracts and
+counts in one pass.
+
+[Note: partial sums] Programs finish in any order, so each writes its own partial sums, and a second
+kernel adds those of a segment in their order: the same result every time, without atomics.
+"""
+
+# Triton compiles these functions, Python never runs them: there is nothing for mypy to check.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qsdp.kernels.triton_decode import (
+    decode_place,
+    decoded,
+    dequantized,
+    load_tile,
+    store_decoded,
+    tile_of_planes,
+    unrotated,
+)
+from qsdp.kernels.triton_encode import (
+    block_grid,
+    draw_place,
+    extremes,
+    meta_words,
+    pad_meta,
+    rotated,
+    store_codes,
+    store_meta,
+    tile_codes,
+)
+from qsdp.kernels.triton_runs import (
+    block_numel,
+    codes_at,
+    copy_raw,
+    decoded_words,
+    find_span,
+    from_words,
+    has_value,
+    load_tile_words,
+    meta_of,
+    row_number,
+    row_offset,
+    run_of,
+    store_tile_words,
+    to_words,
+    zero_tail,
+)
+
+COUNTS = 4  # columns of the statistics
+TOTAL_LANES = tl.constexpr(2048)
+TOTAL_WARPS = 8
+
+_SCALARS = ["num_raw", "value_stride", "before_stride", "wire_stride", "tail", "row_bytes"]
+_SCALARS += ["first_partial", "num_partials"]
+
+
+@triton.jit(do_not_specialize=_SCALARS)
+def accumulate_kernel(
+    values,
+    before,
+    wire,
+    programs,
+    spans,
+    thresholds,
+    levels,
+    num_raw,
+    value_stride,
+    before_stride,
+    wire_stride,
+    tail,
+    row_bytes,
+    BF16: tl.constexpr,
+    VALUE_ALIGNMENT: tl.constexpr,
+    CODE_ALIGNMENT: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """Grid (programs, rows). Keys and senders are those of the reference: key 0, sender 0 for
+    encode and the row's number for decode.
+    """
+    program = tl.program_id(0)
+    row_values = row_offset(0, value_stride)
+    row_start = row_offset(0, wire_stride)
+    row_before = row_offset(0, before_stride)
+    span, index = find_span(program, programs, spans)
+    if program == 0:
+        zero_tail(wire + row_start, tail, row_bytes)
+    if program < num_raw:
+        at, count = run_of(span, index, FORMAT.blocks * FORMAT.tile)
+        raw = (wire + row_start).to(tl.pointer_type(values.dtype.element_ty))
+        source = values + row_values + tl.load(span + 2) + at
+        copy_raw(source, raw + tl.load(span + 4) + at, 0, count, FORMAT.blocks * FORMAT.tile)
+    else:
+        at, count = run_of(span, index, FORMAT.blocks * FORMAT.quantizer.block_size)
+        source = values + tl.multiple_of(row_values + tl.load(span + 2) + at, VALUE_ALIGNMENT)
+        code_at = codes_at(span, index, FORMAT)
+        old_codes = before + tl.multiple_of(row_before + code_at, CODE_ALIGNMENT)
+        codes = wire + tl.multiple_of(row_start + code_at, CODE_ALIGNMENT)
+        old_meta = meta_of(before + row_before, span, index, FORMAT)
+        meta = meta_of(wire + row_start, span, index, FORMAT)
+        pad_meta(meta, span, at, count, FORMAT)
+        level_at = tl.load(span + 6)
+        zero = row_number() * 0
+        draws = draw_place(span, index, row_number().to(tl.uint32), zero.to(tl.uint32), FORMAT)
+        place = decode_place(span, index, row_number(), FORMAT)
+        if count == FORMAT.blocks * FORMAT.quantizer.block_size:
+            _accumulate_run(
+                source, old_codes, old_meta, codes, meta, thresholds + level_at, levels + level_at,
+                count, draws, place, BF16, FORMAT, True,
+            )  # fmt: skip
+        else:
+            _accumulate_run(
+                source, old_codes, old_meta, codes, meta, thresholds + level_at, levels + level_at,
+                count, draws, place, BF16, FORMAT, False,
+            )  # fmt: skip
+
+
+@triton.jit
+def _accumulate_run(
+    source, old_codes, old_meta, codes, meta, thresholds, levels, count, draws, place,
+    BF16: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    BLOCK_SIZE: tl.constexpr = FORMAT.quantizer.block_size
+    TILE: tl.constexpr = FORMAT.tile
+    MASKED: tl.constexpr = (not FULL) or BLOCK_SIZE % TILE != 0
+    numel = block_numel(count, FORMAT, FULL)
+
+    x, old, added = _added(source, old_codes, old_meta, levels, count, 0, place, BF16, FORMAT, FULL)
+    x = rotated(x, numel, 0, FORMAT, MASKED)
+    lo, hi, content, magnitude = extremes(x, numel, 0, MASKED)
+    for start in range(TILE, BLOCK_SIZE, TILE):
+        x, old, added_ = _added(
+            source, old_codes, old_meta, levels, count, start, place, BF16, FORMAT, FULL
+        )
+        x = rotated(x, numel, start, FORMAT, MASKED)
+        lo_, hi_, content_, magnitude_ = extremes(x, numel, start, MASKED)
+        lo = tl.minimum(lo, lo_)
+        hi = tl.maximum(hi, hi_)
+        content = tl.add(content, content_, sanitize_overflow=False)
+        magnitude = tl.maximum(magnitude, magnitude_)
+        added = tl.maximum(added, added_)
+    zero = tl.zeros_like(content)
+    grid = block_grid(lo, hi, content, magnitude, draws, (zero.to(tl.uint32), zero), FORMAT)
+    # A block to which nothing is added keeps its bytes.
+    scale = tl.where(added > 0, meta_words(grid[4], FORMAT), old[0])
+    offset = tl.where(added > 0, meta_words(grid[5], FORMAT), old[1])
+    store_meta(meta, scale, offset, numel, FORMAT)
+
+    for start in range(0, BLOCK_SIZE, TILE):
+        if TILE < BLOCK_SIZE:  # a block that did not stay in registers
+            x, old, added_ = _added(
+                source, old_codes, old_meta, levels, count, start, place, BF16, FORMAT, FULL
+            )
+            x = rotated(x, numel, start, FORMAT, MASKED)
+        code = tile_codes(x, grid, thresholds, numel, start, draws, FORMAT, MASKED)
+        code = tl.where((added > 0)[:, None], code, tile_of_planes(old, FORMAT))
+        store_codes(codes, code, numel, start, FORMAT, MASKED)
+        value = dequantized(scale, offset, code, levels, start, place, FORMAT)
+        value = unrotated(value, count, start, FORMAT, FULL)
+        store_decoded(source, value, count, start, BF16, FORMAT, FULL)
+
+
+@triton.jit
+def _added(
+    source, codes, meta, levels, count, start, place,
+    BF16: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """A tile's values plus what is kept of it, as the dtype rounds them, float32; what is kept as
+    it lies on the wire; and, for every block, whether a value is not zero, 0 or 1.
+    """
+    MASKED: tl.constexpr = (not FULL) or FORMAT.quantizer.block_size % FORMAT.tile != 0
+    DTYPE: tl.constexpr = source.dtype.element_ty
+    numel = block_numel(count, FORMAT, FULL)
+    x = from_words(load_tile_words(source, numel, start, FORMAT, MASKED), BF16)
+    old = load_tile(codes, meta, count, start, FORMAT, FULL)
+    kept = _kept(old, levels, count, start, place, DTYPE, BF16, FORMAT, FULL)
+    added = tl.max((x != 0).to(tl.int32), axis=1)
+    x = from_words(to_words(x + kept, DTYPE, BF16), BF16)
+    if MASKED:
+        x = tl.where(has_value(numel, start, FORMAT), x, 0.0)
+    return x, old, added
+
+
+@triton.jit
+def _kept(
+    loaded, levels, count, start, place,
+    DTYPE: tl.constexpr, BF16: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """What a loaded tile decodes to in the values' dtype, float32; zero for what is not finite."""
+    value = unrotated(decoded(loaded, levels, start, place, FORMAT), count, start, FORMAT, FULL)
+    value = from_words(decoded_words(value, DTYPE, BF16), BF16)
+    return tl.where(tl.abs(value) < float("inf"), value, 0.0)
+
+
+@triton.jit(do_not_specialize=_SCALARS)
+def difference_kernel(
+    values,
+    before,
+    sent,
+    change,
+    partials,
+    programs,
+    spans,
+    levels,
+    num_raw,
+    first_partial,
+    num_partials,
+    BF16: tl.constexpr,
+    VALUE_ALIGNMENT: tl.constexpr,
+    CODE_ALIGNMENT: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """Grid (programs times tiles). ``partials`` is (COUNTS, num_partials) float64: see
+    [Note: partial sums].
+    """
+    program = tl.program_id(0) // FORMAT.tiles
+    start = tl.program_id(0) % FORMAT.tiles * FORMAT.tile
+    span, index = find_span(program, programs, spans)
+    into = partials + first_partial + tl.program_id(0)
+    if program < num_raw:
+        at, count = run_of(span, index, FORMAT.blocks * FORMAT.tile)
+        lane = start + tl.arange(0, FORMAT.blocks * FORMAT.tile)
+        raw_at = tl.load(span + 2) + at + lane
+        words = tl.load(values + raw_at, mask=lane < count, other=0)
+        known = tl.load(sent + raw_at, mask=lane < count, other=0)
+        differ = from_words(words, BF16) != from_words(known, BF16)
+        tl.store(change + raw_at, words, mask=lane < count)
+        tl.store(sent + raw_at, words, mask=lane < count)
+        zero = tl.zeros((), tl.float64)
+        _store_counts(into, num_partials, zero, zero, _how_many(differ), zero)
+    else:
+        at, count = run_of(span, index, FORMAT.blocks * FORMAT.quantizer.block_size)
+        value_at = tl.multiple_of(tl.load(span + 2) + at, VALUE_ALIGNMENT)
+        codes = before + tl.multiple_of(codes_at(span, index, FORMAT), CODE_ALIGNMENT)
+        meta = meta_of(before, span, index, FORMAT)
+        table = levels + tl.load(span + 6)
+        place = decode_place(span, index, 0, FORMAT)
+        if count == FORMAT.blocks * FORMAT.quantizer.block_size:
+            _difference_run(
+                values + value_at, sent + value_at, change + value_at, codes, meta, table, count,
+                start, place, into, num_partials, BF16, FORMAT, True,
+            )  # fmt: skip
+        else:
+            _difference_run(
+                values + value_at, sent + value_at, change + value_at, codes, meta, table, count,
+                start, place, into, num_partials, BF16, FORMAT, False,
+            )  # fmt: skip
+
+
+@triton.jit
+def _difference_run(
+    values, sent, change, codes, meta, levels, count, start, place, into, num_partials,
+    BF16: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    MASKED: tl.constexpr = (not FULL) or FORMAT.quantizer.block_size % FORMAT.tile != 0
+    DTYPE: tl.constexpr = values.dtype.element_ty
+    numel = block_numel(count, FORMAT, FULL)
+    words = load_tile_words(values, numel, start, FORMAT, MASKED)
+    x = from_words(words, BF16)
+    differ = x != from_words(load_tile_words(sent, numel, start, FORMAT, MASKED), BF16)
+    loaded = load_tile(codes, meta, count, start, FORMAT, FULL)
+    kept = _kept(loaded, levels, count, start, place, DTYPE, BF16, FORMAT, FULL)
+    moved_words = to_words(x - kept, DTYPE, BF16)
+    store_tile_words(change, moved_words, numel, start, FORMAT, MASKED)
+    store_tile_words(sent, words, numel, start, FORMAT, MASKED)
+    moved = from_words(moved_words, BF16)
+    if MASKED:
+        moved = tl.where(has_value(numel, start, FORMAT), moved, 0.0)
+    strange = (tl.abs(moved) < float("inf")) == 0
+    _store_counts(
+        into, num_partials, _squares(moved), _squares(x), _how_many(differ), _how_many(strange)
+    )
+
+
+@triton.jit
+def _squares(x):
+    wide = x.to(tl.float64)
+    return tl.sum(wide * wide)
+
+
+@triton.jit
+def _how_many(flags):
+    return tl.sum(flags.to(tl.int32)).to(tl.float64)
+
+
+@triton.jit
+def _store_counts(into, num_partials, a, b, c, d):
+    tl.store(into, a)
+    tl.store(into + num_partials, b)
+    tl.store(into + 2 * num_partials, c)
+    tl.store(into + 3 * num_partials, d)
+
+
+@triton.jit(do_not_specialize=_SCALARS)
+def total_kernel(stats, partials, places, num_partials):
+    """Grid (segments, COUNTS): sums of partial sums; ``places`` is (segments, 2) int64."""
+    segment, column = tl.program_id(0), tl.program_id(1)
+    first = partials + column.to(tl.int64) * num_partials + tl.load(places + 2 * segment)
+    count = tl.load(places + 2 * segment + 1).to(tl.int32)
+    total = tl.zeros((TOTAL_LANES,), tl.float64)
+    for at in range(0, count, TOTAL_LANES):
+        lane = at + tl.arange(0, TOTAL_LANES)
+        total += tl.load(first + lane, mask=lane < count, other=0.0)
+    tl.store(stats + segment * 4 + column, tl.sum(total))
