@@ -53,7 +53,7 @@ def test_w32g32_is_stock() -> None:
 
 
 def test_collectives_twice() -> None:
-    assert "72 results" in collectives_equal(CPU, numel=10_001)
+    assert "144 results" in collectives_equal(CPU, numel=10_001)
 
 
 @pytest.mark.parametrize("preset", ["w8g8", "w4g4"])

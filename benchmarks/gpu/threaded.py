@@ -9,6 +9,7 @@ with delays and memory pressure as without; backward computes with the forward's
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -77,30 +78,38 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def collectives_equal(device: torch.device, numel: int = 100_003) -> str:
-    """The same inputs on the CPU and on ``device``: equal bytes sent, equal values received."""
+    """The same inputs on the CPU and on ``device``: equal bytes sent, equal values received.
+
+    On ``device`` with delays, too: inputs are overwritten as soon as a call returns.
+    """
     count = 0
     for preset in PRESETS:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            found = []
-            for place in (CPU, device):
-                recorder = Recorder(2)
-                job = partial(collect, device=place, preset=preset, dtype=dtype, numel=numel)
-                found.append((run_threads(job, 2, recorder=recorder), recorder.sent))
-            (wanted, sent), (got, also_sent) = found
-            name = f"{preset} {dtype_name(dtype)}"
-            for rank in range(2):
-                _require_same_sends(sent[rank], also_sent[rank], f"{name}, rank {rank}")
-                for kind, value in wanted[rank].items():
-                    require(same_bits(got[rank][kind], value), f"{name}: {kind} of rank {rank}")
-                    count += 1
-            require(same_bits(got[0]["gather"], got[1]["gather"]), f"{name}: ranks differ")
+            job = partial(collect, preset=preset, dtype=dtype, numel=numel)
+            wanted, sent = _collect_all(partial(job, device=CPU), None)
+            for stress in (None, Stress(device)):
+                got, also_sent = _collect_all(partial(job, device=device), stress)
+                name = f"{preset} {dtype_name(dtype)}{' with delays' if stress else ''}"
+                for rank in range(2):
+                    _require_same_sends(sent[rank], also_sent[rank], f"{name}, rank {rank}")
+                    for kind, value in wanted[rank].items():
+                        require(same_bits(got[rank][kind], value), f"{name}: {kind} of rank {rank}")
+                        count += 1
+                require(same_bits(got[0]["gather"], got[1]["gather"]), f"{name}: ranks differ")
     return f"{count} results of {numel} values"
+
+
+def _collect_all(job: Callable[[int], Any], stress: Stress | None) -> tuple[list[Any], list[Any]]:
+    """What two ranks receive, and what they send."""
+    recorder = Recorder(2, stress.before) if stress else Recorder(2)
+    with stress.kernels() if stress else nullcontext():
+        return run_threads(job, 2, recorder=recorder), recorder.sent
 
 
 def _require_same_sends(a: list[Any], b: list[Any], name: str) -> None:
     require(len(a) == len(b) > 0, f"{name}: {len(a)} and {len(b)} exchanges")
     for (kind, ours), (_, theirs) in zip(a, b, strict=True):
-        require(torch.equal(ours, theirs), f"{name}: bytes given to {kind} differ")
+        require(torch.equal(ours.cpu(), theirs.cpu()), f"{name}: bytes given to {kind} differ")
 
 
 def collect(

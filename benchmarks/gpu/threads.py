@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-import qsdp.buffers
 from qsdp import param_group
 
 TIMEOUT_S = 100
@@ -44,8 +43,9 @@ class Recorder:
         self.before()
         given = _given(kind, data)
         if self.keeps and given is not None and dist.get_world_size() == len(self.sent):
-            copy = given.detach().contiguous().view(-1).view(torch.uint8).cpu()
-            self.sent[dist.get_rank()].append((kind, copy.clone()))
+            # Copied in the stream and left on the device: the host does not wait here.
+            copy = given.detach().contiguous().view(-1).view(torch.uint8).clone()
+            self.sent[dist.get_rank()].append((kind, copy))
 
 
 _recorder: Recorder | None = None
@@ -111,7 +111,7 @@ def run_threads(
             with stream or nullcontext():
                 results[rank] = fn(rank, *args)
                 if stream is not None:
-                    torch.cuda.current_stream().synchronize()
+                    torch.cuda.synchronize()
         except BaseException as error:
             errors.append((rank, error))
             threaded.ProcessLocalGroup.exception_handle(error)
@@ -177,9 +177,6 @@ def _safe_for_threads() -> Iterator[None]:
     """Ranks are processes otherwise: what they do not share there is not shared here either."""
     cached = getattr(param_group, "_this_rank_alone", None)
     with ExitStack() as stack:
-        # The pool of CPU buffers may hand one out twice.
-        locked = _locked(qsdp.buffers.pool.take)
-        stack.enter_context(mock.patch.object(qsdp.buffers.pool, "take", locked))
         # The group of one rank alone, where it is cached for the process.
         if hasattr(cached, "__wrapped__"):
             own = mock.patch.object(param_group, "_this_rank_alone", cached.__wrapped__)
@@ -192,14 +189,3 @@ def _safe_for_threads() -> Iterator[None]:
         if not hasattr(threaded.ThreadLocalWorld(), "comms"):
             threaded.ThreadLocalWorld.comms = property(lambda _: [])
         yield
-
-
-def _locked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` in one thread at a time."""
-    lock = threading.RLock()
-
-    def locked(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return function(*args, **kwargs)
-
-    return locked
