@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import qsdp
+import qsdp.rows
 from benchmarks.gpu.fake import RANK, HostReads, fake_ranks
-from benchmarks.gpu.models import TINY, gpt, quantize, shard
+from benchmarks.gpu.models import TINY, gpt, quantize, shard, stack_of_blocks
 from benchmarks.gpu.steps import CONFIGURATIONS, Run, format_times, measure, never_waits, prepare
 
 CPU = torch.device("cpu")
@@ -64,6 +65,40 @@ def test_reads_are_counted_by_place() -> None:
         values[values > 0] = 0
     assert {name.split()[0] for name in reads.found} >= {"_local_scalar_dense", "equal"}
     assert sum(reads.found.values()) == 3
+
+
+@pytest.mark.parametrize("name", ["w8g8", "w4g4"])
+@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+def test_the_triton_kernels_train_as_the_native_ones(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter, on the layouts and calls of real units."""
+    if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton compiles here: benchmarks/gpu runs this")
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton==3.7.1")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    from qsdp.kernels import triton_gpu
+
+    expected = train(name)
+    monkeypatch.setattr(qsdp.rows, "backend_for", lambda device: triton_gpu)
+    for found, wanted in zip(train(name), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def train(name: str) -> list[torch.Tensor]:
+    """Losses and gradients of a model that is quick to interpret."""
+    model = shard(stack_of_blocks(1, 16), CPU)
+    quantize(model, name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(1 if name == "w8g8" else 2):  # differences begin with the second gather
+        inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        loss = model(inputs).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(p.grad.to_local().clone() for p in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
 
 
 def test_what_is_measured() -> None:
