@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
     from qsdp.config import QSDPConfig
     from qsdp.ddp import QuantizedDDPState, quantized_ddp_hook
+    from qsdp.decoded import decoded_state_dict, decoded_weights
     from qsdp.fsdp import apply_qsdp, comm_stats, is_quantized, observe_comms, remove_qsdp
     from qsdp.levels import LevelSchedule
     from qsdp.quantizer import Quantizer
@@ -42,6 +43,8 @@ __all__ = [
     "comm_state_dict",
     "comm_stats",
     "decode",
+    "decoded_state_dict",
+    "decoded_weights",
     "encode",
     "is_quantized",
     "load_comm_state_dict",
@@ -57,6 +60,7 @@ _NAMES = {
     "collectives": ("all_gather_quantized", "all_reduce_quantized", "reduce_scatter_quantized"),
     "config": ("QSDPConfig",),
     "ddp": ("QuantizedDDPState", "quantized_ddp_hook"),
+    "decoded": ("decoded_state_dict", "decoded_weights"),
     "fsdp": ("apply_qsdp", "comm_stats", "is_quantized", "observe_comms", "remove_qsdp"),
     "levels": ("LevelSchedule",),
     "quantizer": ("Quantizer",),

@@ -35,9 +35,12 @@ class BufferPool:
         num_bytes = numel * dtype.itemsize
         if device.type != "cpu" or num_bytes == 0 or num_bytes > self.max_bytes:
             return torch.empty(numel, dtype=dtype, device=device)
-        # Inference tensors are of no use to whoever takes the buffer next, training or not.
-        with self._lock, torch.inference_mode(False):
-            return self._buffer(_size_class(num_bytes))[:num_bytes].view(dtype)
+        with self._lock:
+            if not torch.is_inference_mode_enabled():
+                return self._buffer(_size_class(num_bytes))[:num_bytes].view(dtype)
+            # Inference tensors are of no use to whoever takes the buffer next.
+            with torch.inference_mode(False):
+                return self._buffer(_size_class(num_bytes))[:num_bytes].view(dtype)
 
     def _buffer(self, size: int) -> torch.Tensor:
         buffers = self._by_size.setdefault(size, [])

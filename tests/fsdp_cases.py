@@ -291,6 +291,38 @@ def case_bytes_counted_are_bytes_sent(rank: int) -> None:
     assert stats.encode_s > 0 and stats.decode_s > 0 and stats.network_s > 0
 
 
+def case_decoded_weights_are_those_of_training(rank: int) -> None:
+    """As shards, as a whole, and inside the context, which leaves masters and memory alone."""
+    for preset in ("w8g8", "w4g4", "w32g32"):
+        model = qsdp.apply_qsdp(build(), preset)
+        twin = qsdp.apply_qsdp(build(), preset)
+        assert train(model, rank, 3) == train(twin, rank, 3)
+        before = shards(model)
+        with unsharded(twin) as expected:
+            pass
+        state = qsdp.decoded_state_dict(model)
+        assert list(state) == list(model.state_dict())
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            part = state[name]
+            assert isinstance(part, DTensor) and part.placements == parameter.placements
+            assert part.to_local().shape == parameter.to_local().shape
+            if name in expected:  # all but the second name of a tied one
+                assert torch.equal(part.full_tensor(), expected[name])
+        whole = qsdp.decoded_state_dict(model, full=True)
+        assert (list(whole) == list(state)) if rank == 0 else not whole
+        assert all(torch.equal(whole[name], expected[name]) for name in expected if whole)
+        with torch.no_grad():
+            loss = loss_of(twin, batch(rank, 9))
+            twin.reshard()  # or an optimizer made now would miss the root's shards
+            with qsdp.decoded_weights(model):
+                assert torch.equal(loss_of(model, batch(rank, 9)), loss)
+                inside = model.state_dict()
+                assert all(torch.equal(inside[n].full_tensor(), expected[n]) for n in expected)
+        assert equal(shards(model), before)
+        assert train(model, rank, 2, first=3) == train(twin, rank, 2, first=3)
+        assert equal(shards(model), shards(twin))
+
+
 def case_statistics_tell_of_every_module(rank: int) -> None:
     """A row a module and collective: ways, bytes that add up, and why something is exact."""
     config = QSDPConfig.preset("w4g4").with_exceptions({"blocks.1.up.*": "w8g32"})

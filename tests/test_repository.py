@@ -35,7 +35,7 @@ LAYERS = (
     {"unit"},
     {"comms"},
     {"fsdp", "ddp"},
-    {"state"},
+    {"state", "decoded"},
     {""},  # the package itself: public names
     {"check"},
     {"trainer", "integrations"},

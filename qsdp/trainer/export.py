@@ -13,12 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+import qsdp
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.metrics import write_json
-from qsdp.trainer.model import fsdp_modules
 from qsdp.trainer.ranks import Ranks, on_rank_zero
 
 Weights = Literal["decoded", "master"]
@@ -40,7 +39,8 @@ def export_model(
     result: dict[str, Any],
 ) -> None:
     """Gather the weights and write the folder on rank 0; collective."""
-    state = decoded_weights(model, ranks) if weights == "decoded" else master_weights(model)
+    decoded = weights == "decoded"
+    state = qsdp.decoded_state_dict(model, full=True) if decoded else master_weights(model)
 
     def write() -> None:
         # Written whole or not at all, like a checkpoint.
@@ -55,18 +55,6 @@ def export_model(
         partial.rename(folder)
 
     on_rank_zero(write)
-
-
-def decoded_weights(model: nn.Module, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Whole parameters as training sees them, on rank 0's CPU; the other ranks get none."""
-    weights = {}
-    for module in fsdp_modules(model):
-        module.unshard()
-        for name, parameter in model.named_parameters():
-            if not isinstance(parameter, DTensor) and ranks.rank == 0:
-                weights[name] = parameter.detach().to("cpu", copy=True)
-        module.reshard()
-    return weights
 
 
 def master_weights(model: nn.Module) -> dict[str, torch.Tensor]:
