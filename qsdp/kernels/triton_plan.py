@@ -298,5 +298,5 @@ def _maps(layout: WireLayout, device: torch.device) -> Maps | None:
 
 def _programs(counts: Sequence[int], device: torch.device) -> torch.Tensor:
     """The line of each program: line i for ``counts[i]`` programs."""
-    lines = [torch.full((count,), line, dtype=torch.int32) for line, count in enumerate(counts)]
-    return torch.cat(lines).to(device) if lines else torch.zeros(0, dtype=torch.int32).to(device)
+    lines = torch.arange(len(counts), dtype=torch.int32)
+    return lines.repeat_interleave(torch.tensor(counts, dtype=torch.int64)).to(device)
