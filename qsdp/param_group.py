@@ -99,8 +99,14 @@ class ParamGroup:
 
     @property
     def weight_versions(self) -> tuple[int, ...]:
-        """Of each sharded parameter, how often torch has counted a change in place."""
-        return tuple(param._sharded_param_data._version for param in self._group.fsdp_params)
+        """Of each sharded parameter, how often torch has counted a change in place.
+
+        Of the DTensor, and of the memory that it stands for, which counts for itself.
+        """
+        return tuple(
+            _changes(param.sharded_param) + _changes(param._sharded_param_data)
+            for param in self._group.fsdp_params
+        )
 
     @property
     def holds_payload(self) -> list[bool]:
@@ -265,6 +271,10 @@ def gather_asynchronously(model: nn.Module) -> None:
     """
     assert isinstance(model, FSDPModule)
     model._set_unshard_async_op(True)
+
+
+def _changes(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # those count none
 
 
 def _reduces(group: FSDPParamGroup, param: FSDPParam) -> bool:

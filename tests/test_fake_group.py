@@ -17,6 +17,8 @@ import qsdp.rows
 from benchmarks.gpu.fake import RANK, HostReads, fake_ranks
 from benchmarks.gpu.models import TINY, gpt, quantize, shard, stack_of_blocks
 from benchmarks.gpu.steps import CONFIGURATIONS, Run, format_times, measure, never_waits, prepare
+from qsdp.fsdp import units_of
+from qsdp.memory import KeptWeights
 
 CPU = torch.device("cpu")
 
@@ -108,3 +110,49 @@ def test_what_is_measured() -> None:
     assert "reads of values" in never_waits(run, CPU)
     assert "w8g8" in format_times({run.name: times})
     assert isinstance(run, Run)
+
+
+def on_a_device(model: torch.nn.Module) -> list[KeptWeights]:
+    """Let what is kept behave as on an accelerator."""
+    kept = [p.kept for unit in units_of(model) for p in unit.parts(torch.bfloat16) if p.kept]
+    for one in kept:
+        one.on_host = False
+    return kept
+
+
+@pytest.mark.parametrize("preset", ["w4g4", "w3g3"])
+def test_differences_leave_the_host_alone_while_training(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Marks are looked at where weights were changed otherwise, and then once."""
+    run = prepare(preset, TINY, 2, CPU)
+    kept = on_a_device(run.model)
+    looked: list[bool] = []
+    to_renew = KeptWeights.to_renew
+
+    def spy(self: KeptWeights, marks: torch.Tensor, looks: bool) -> list[bool] | None:
+        looked.append(looks)
+        return to_renew(self, marks, looks)
+
+    monkeypatch.setattr(KeptWeights, "to_renew", spy)
+    run.step()  # the hosts have not looked at anything yet
+    looked.clear()
+    with HostReads() as reads:
+        run.backward()
+    assert not reads.found and looked == [False] * len(kept)
+    looked.clear()
+    run.step()
+    assert looked == [False] * len(kept), "an optimizer's steps are expected"
+    looked.clear()
+    run.model.load_state_dict(run.model.state_dict())
+    run.step()
+    assert looked == [True] * len(kept)
+    looked.clear()
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.mul_(1.001)
+    run.step()
+    assert looked == [True] * len(kept)
+    looked.clear()
+    run.step()
+    assert not any(looked)
