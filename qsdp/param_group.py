@@ -1,15 +1,17 @@
 """A handle to one FSDP2 parameter group: the only file that touches FSDP2's privates.
 
-Checked against torch 2.13. FSDP2 hands a comm one flat buffer and does not say which parameter lies
-where; the parameter group knows.
+FSDP2 hands a comm one flat buffer and does not say which parameter lies where; the parameter group
+knows. Tried on torch 2.9 to 2.15. What differs between them is told apart here, by what torch has
+and never by its version; :mod:`qsdp.contract` checks what all of qsdp relies on.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import lru_cache
+from functools import reduce
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,8 +34,8 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 except ImportError as error:
     raise ImportError(
-        f"qsdp needs the FSDP2 hooks of torch 2.13, which torch {torch.__version__} does not have "
-        f"({error}): pip install 'torch>=2.13,<2.14'"
+        f"qsdp needs FSDP2's custom collectives, which torch 2.9 and newer have and torch "
+        f"{torch.__version__} has not ({error}): pip install 'torch>=2.9'"
     ) from error
 
 __all__ = [
@@ -49,14 +51,26 @@ __all__ = [
 # Names that wrappers put into a parameter's path.
 _WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module")
 
+# What is read below and every torch that was tried has.
+_OF_GROUPS = (
+    *("fsdp_params", "mesh_info", "device", "post_backward", "reduce_grads"),
+    *("gradient_divide_factor", "_training_state", "_reduce_scatter_process_group"),
+    *("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook"),
+)
+_OF_PARAMS = (
+    *("mp_policy", "sharded_param", "padded_sharded_param_size", "_module_info"),
+    *("_sharded_param_data", "_sharded_local_tensor"),
+)
+
 
 class ParamGroup:
     """One FSDP2 parameter group: what communicates together.
 
     Attributes:
         index: position among the model's groups, equal on all ranks.
-        path: the module's name, wrappers' parts included.
-        module: to set comms on.
+        path: the module's name, wrappers' parts included; with the group's place in brackets where
+            a module has several (parameters on several meshes).
+        module: that it belongs to.
         aliases: names of each parameter, the first one its own, in the flat buffer's order.
     """
 
@@ -89,13 +103,20 @@ class ParamGroup:
     @property
     def gather_dtypes(self) -> list[torch.dtype]:
         """What each parameter is gathered in. FSDP2 packs several dtypes as bytes, in order."""
-        cast = self._group.mp_policy.param_dtype
-        return [cast or param.sharded_param.dtype for param in self._group.fsdp_params]
+        params = self._group.fsdp_params
+        return [param.mp_policy.param_dtype or param.sharded_param.dtype for param in params]
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         """What gradients are reduced in; None for the dtype of the unsharded parameters."""
-        return self._group.mp_policy.reduce_dtype
+        params = self._group.fsdp_params
+        asked: torch.dtype | None = params[0].mp_policy.reduce_dtype
+        if asked is not None or not hasattr(FSDPParam, "unsharded_grad_dtype"):
+            return asked
+        # Since torch 2.15, the masters' dtypes (or grad_dtype, which a user may set), promoted.
+        reduced = [param.sharded_param for param in params if param.sharded_param.requires_grad]
+        kinds: set[Any] = {param.grad_dtype for param in reduced}
+        return reduce(torch.promote_types, kinds) if kinds and None not in kinds else None
 
     @property
     def weight_versions(self) -> tuple[int, ...]:
@@ -120,6 +141,14 @@ class ParamGroup:
         mesh_info = self._group.mesh_info
         assert isinstance(mesh_info, FSDPMeshInfo)
         return mesh_info.shard_process_group
+
+    @property
+    def reduce_group(self) -> dist.ProcessGroup:
+        """What gradients are reduced in: ``group``, or another of the same ranks.
+
+        The latter since torch 2.13, by ``set_separate_reduce_scatter_group``, at any time.
+        """
+        return self._group._reduce_scatter_process_group
 
     @property
     def replicate_group(self) -> dist.ProcessGroup | None:
@@ -166,11 +195,17 @@ class ParamGroup:
 
     def set_all_gather(self, comm: AllGather) -> None:
         """Let ``comm`` gather from now on."""
-        self.module.set_custom_all_gather(comm)
+        self._set_comm("all_gather", comm)
 
     def set_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Let ``comm`` reduce and scatter from now on."""
-        self.module.set_custom_reduce_scatter(comm)
+        self._set_comm("reduce_scatter", comm)
+
+    def _set_comm(self, collective: str, comm: AllGather | ReduceScatter) -> None:
+        if len(_groups_of(self.module)) == 1:
+            getattr(self.module, f"set_custom_{collective}")(comm)
+        else:  # torch's setter does not say for which
+            setattr(self._group, f"_{collective}_comm", comm)
 
     def set_all_reduce_hook(self, hook: Any) -> None:
         """Let ``hook`` all-reduce between HSDP's replicas, in place of FSDP2.
@@ -197,7 +232,11 @@ class ParamGroup:
         self.module.reshard()
 
     def watch_reductions(self, watcher: Callable[[tuple[int, ...]], None] | None) -> None:
-        """Call ``watcher`` before each reduction with the indices of its parameters; None: stop."""
+        """Call ``watcher`` before each reduction with the indices of its parameters; None: stop.
+
+        In the order in which the flat buffer holds their gradients: the parameters' own, but since
+        torch 2.15 by the dtypes of their sharded gradients first.
+        """
         vars(self._group).pop("post_backward", None)
         if watcher is None:
             return
@@ -205,7 +244,9 @@ class ParamGroup:
 
         def post_backward(*unused: Any) -> None:
             # FSDP2 takes the gradients off their parameters before it calls a comm.
-            reduced = tuple(i for i, p in enumerate(group.fsdp_params) if _reduces(group, p))
+            params = group.fsdp_params
+            order = getattr(group, "_reduce_scatter_param_indices", None) or range(len(params))
+            reduced = tuple(i for i in order if _reduces(group, params[i]))
             if reduced and group.reduce_grads:
                 watcher(reduced)
             own(*unused)
@@ -234,31 +275,25 @@ def find_param_groups(model: nn.Module) -> list[ParamGroup]:
             "wrap it with torch.distributed.fsdp.fully_shard instead (Accelerate: "
             "FullyShardedDataParallelPlugin(fsdp_version=2); Lightning: ModelParallelStrategy)"
         )
-    if not hasattr(FSDPModule, "set_custom_all_gather"):
-        raise RuntimeError(
-            f"torch {torch.__version__} has no FSDPModule.set_custom_all_gather: "
-            "qsdp needs torch>=2.13,<2.14"
-        )
     paths = {id(module): _clean(path) for path, module in model.named_modules()}
     found: list[ParamGroup] = []
     seen: set[int] = set()
     for path, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        groups = module._get_fsdp_state()._fsdp_param_groups
-        if len(groups) > 1:
-            raise ValueError(
-                f"module {path or '(root)'} has {len(groups)} FSDP parameter groups, qsdp needs "
-                "one: do not return different meshes from shard_placement_fn, or call fully_shard "
-                "on its submodules"
-            )
-        for group in groups:
+        _require(module, ("_get_fsdp_state", "set_custom_all_gather", "set_custom_reduce_scatter"))
+        groups = _groups_of(module)
+        for place, group in enumerate(groups):
             if id(group) in seen:
                 continue
             seen.add(id(group))
-            _check_sharded(path or "(root)", group)
+            name = (path or "(root)") + (f"[{place}]" if len(groups) > 1 else "")
+            _check_sharded(name, group)
+            _require(group, _OF_GROUPS)
+            for param in group.fsdp_params:
+                _require(param, _OF_PARAMS)
             aliases = tuple(_aliases(p, paths) for p in group.fsdp_params)
-            found.append(ParamGroup(len(found), path or "(root)", module, group, aliases))
+            found.append(ParamGroup(len(found), name, module, group, aliases))
     if not found:
         raise ValueError(_why_none(model))
     return found
@@ -277,22 +312,54 @@ def _changes(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # those count none
 
 
+def _require(owner: object, names: tuple[str, ...]) -> None:
+    """Raises RuntimeError now, unless ``owner`` has all attributes: private ones come and go."""
+    for name in names:
+        if not hasattr(owner, name):
+            raise RuntimeError(
+                f"torch {torch.__version__} has no {type(owner).__name__}.{name}, by which qsdp "
+                "reads FSDP2: torch 2.9 to 2.15 have it; `qsdp check` tells what else differs"
+            )
+
+
+def _groups_of(module: FSDPModule) -> list[FSDPParamGroup]:
+    """Of one module: none without own parameters, several with parameters on several meshes."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    only = state._fsdp_param_group  # up to torch 2.11
+    return [] if only is None else [only]
+
+
 def _reduces(group: FSDPParamGroup, param: FSDPParam) -> bool:
     """Whether FSDP2 is about to reduce a gradient of ``param``, by its own conditions."""
     if not hasattr(param, "_unsharded_param"):
         return False
-    if param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None:
+    # Up to torch 2.14, gradients of the reduced dtype are accumulated beside the parameter.
+    beside = getattr(param, "unsharded_accumulated_grad", None)
+    if beside is not None or param.unsharded_param.grad is not None:
         return True
-    return bool(group.reduce_scatter_unused_params and param.unsharded_param.requires_grad)
+    # Since torch 2.15, what waits for the all-reduce between replicas is reduced along, as zeros.
+    waiting = getattr(group, "_get_partial_reduce_grad", None)
+    if waiting is not None and waiting(param) is not None:
+        return True
+    unused = getattr(group, "reduce_scatter_unused_params", False)  # since torch 2.13
+    return bool(unused and param.unsharded_param.requires_grad)
 
 
-@lru_cache(maxsize=4)
+# By the default group, with which it ends.
+_alone: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
 def _this_rank_alone(backend: str) -> dist.ProcessGroup:
     """Made without the other ranks, once."""
-    group: dist.ProcessGroup = dist.new_group(
-        [dist.get_rank()], backend=backend, use_local_synchronization=True
-    )
-    return group
+    assert dist.group.WORLD is not None
+    of_backend = _alone.setdefault(dist.group.WORLD, {})
+    if backend not in of_backend:
+        of_backend[backend] = dist.new_group(
+            [dist.get_rank()], backend=backend, use_local_synchronization=True
+        )
+    return of_backend[backend]
 
 
 def _why_none(model: nn.Module) -> str:

@@ -21,15 +21,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-)
 from torch.distributed.tensor import DTensor
 
 import qsdp
 from qsdp import Differences, Feedback, QSDPConfig, Quantizer
 from qsdp.kernels import reference
+from qsdp.param_group import DefaultAllGather, DefaultReduceScatter, find_param_groups
 from qsdp.wire import Segment, tensor_layout, wire_layout
 
 DIM = 48
@@ -141,11 +138,9 @@ def case_w32g32_is_bitwise_stock(rank: int) -> None:
     """Invariant 1, over 20 steps, with and without observing; nothing is installed."""
     stock, off, observed = build(), build(), build()
     qsdp.apply_qsdp(off, QSDPConfig.preset("w32g32"))
-    for module in off.modules():
-        if isinstance(module, FSDPModule):
-            group = module._get_fsdp_state()._fsdp_param_groups[0]
-            assert type(group._all_gather_comm) is DefaultAllGather
-            assert type(group._reduce_scatter_comm) is DefaultReduceScatter
+    for handle in find_param_groups(off):
+        assert type(handle.all_gather_comm) is DefaultAllGather
+        assert type(handle.reduce_scatter_comm) is DefaultReduceScatter
     qsdp.observe_comms(qsdp.apply_qsdp(observed, QSDPConfig.preset("w32g32")))
     losses = [train(m, rank, 20) for m in (stock, off, observed)]
     assert losses[0] == losses[1] == losses[2]
@@ -648,11 +643,6 @@ def case_models_that_do_not_fit_are_named(rank: int) -> None:
     other = build()
     other.set_custom_all_gather(Mine())
     raises_everywhere(lambda: qsdp.apply_qsdp(other, w8g8), "custom collective Mine")
-
-    several = build()
-    state = several.blocks[0]._get_fsdp_state()
-    state._fsdp_param_groups = [*state._fsdp_param_groups * 2]
-    raises_everywhere(lambda: qsdp.apply_qsdp(several, w8g8), "blocks.0 has 2 FSDP parameter")
 
 
 def case_parameters_that_stay_exact(rank: int) -> None:
