@@ -1,7 +1,7 @@
-"""`qsdp check`: which backend runs, why, and whether it gives the reference's bytes here.
+"""`qsdp check`: does FSDP2 do what qsdp relies on, and which kernels run, why, and rightly.
 
-The comparison itself is :mod:`qsdp.kernels.compare`. With ``--theory`` the claims of docs/theory.md
-are checked instead, which takes the source repository.
+The comparisons themselves are :mod:`qsdp.contract` and :mod:`qsdp.kernels.compare`. With
+``--theory`` the claims of docs/theory.md are checked instead, which takes the source repository.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from qsdp.kernels.compare import compare, describe
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print what runs here; 1 if a backend differs from the reference, or a theorem fails.
+    """Print what runs here; 1 if a backend or FSDP2 differs from what is right, or a theorem fails.
 
     Raises:
         ValueError: the theory is asked for, and this is no checkout.
     """
-    text = "Which kernels run on this machine, and do they give the bytes of the reference?"
+    text = (
+        "Does FSDP2 of the torch here do what qsdp relies on? Which kernels run on this machine, "
+        "and do they give the bytes of the reference?"
+    )
     parser = argparse.ArgumentParser(prog="qsdp check", description=text)
     parser.add_argument(
         "--theory",
@@ -38,8 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     if parser.parse_args(argv).theory:
         return _theory()
     print(f"torch        {torch.__version__}, Python {platform.python_version()}")
-    print(f"FSDP2 hooks  {_hooks()}")
-    good = _report(torch.device("cpu"))
+    good = _report_hooks()
+    good &= _report(torch.device("cpu"))
     if torch.cuda.is_available():
         good &= _report(torch.device("cuda"))
     else:
@@ -64,16 +67,18 @@ def _theory() -> int:
     return status
 
 
-def _hooks() -> str:
+def _report_hooks() -> bool:
+    """Whether FSDP2 does here what qsdp relies on; prints what it does not."""
     try:
-        from torch.distributed.fsdp import FSDPModule
-
-        importlib.import_module("qsdp.param_group")
+        contract = importlib.import_module("qsdp.contract")
     except ImportError as error:
-        return f"missing: {error}"
-    names = ("set_custom_all_gather", "set_custom_reduce_scatter")
-    missing = [name for name in names if not hasattr(FSDPModule, name)]
-    return f"missing: FSDPModule.{missing[0]}" if missing else "there"
+        print(f"FSDP2 hooks  missing: {error}")
+        return False
+    found: list[str] = contract.differences()
+    print(f"FSDP2 hooks  {'DIFFER from what qsdp relies on. Not so:' if found else 'as expected'}")
+    for difference in found:
+        print(f"{'':<14} {difference}")
+    return not found
 
 
 def _report(device: torch.device) -> bool:

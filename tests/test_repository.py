@@ -32,7 +32,7 @@ LAYERS = (
     {"agreement", "stages"},
     {"collectives"},
     {"param_group"},
-    {"unit"},
+    {"unit", "contract"},
     {"comms"},
     {"fsdp", "ddp"},
     {"state", "decoded"},
@@ -46,7 +46,7 @@ LAYERS = (
 # Beside the core, which is all else.
 BESIDE = {"trainer", "bench", "plan", "sweep", "tune", "integrations"}
 # Files that were checked against one version of torch.
-PRIVATE = {"qsdp/param_group.py", "qsdp/buffers.py", "qsdp/stats.py"}
+PRIVATE = {"qsdp/param_group.py", "qsdp/contract.py", "qsdp/buffers.py", "qsdp/stats.py"}
 # Underscores that are no privates: a named tuple's methods, and what is documented for users.
 NOT_PRIVATE = {"_asdict", "_replace", "_make", "_fields", "_field_defaults", "_no_split_modules"}
 
