@@ -32,6 +32,8 @@ class WrongCodes:
     NAME = "wrong"
     decode = staticmethod(reference.decode)
     decode_sum = staticmethod(reference.decode_sum)
+    accumulate = staticmethod(reference.accumulate)
+    difference = staticmethod(reference.difference)
 
     @staticmethod
     def encode(
@@ -44,7 +46,7 @@ class WrongCodes:
         sender: int = 0,
     ) -> None:
         reference.encode(values, layout, wire, key=key, first_row=first_row, sender=sender)
-        wire[:, layout.payload_bytes - 1 :][:, :1] ^= 1
+        wire[..., layout.payload_bytes - 1 :][..., :1] ^= 1
 
 
 @pytest.fixture(autouse=True)
@@ -195,7 +197,7 @@ def test_check_fails_on_a_difference(
     monkeypatch.setattr(check, "backend_for", lambda device: WrongCodes)
     assert check.main([]) == 1
     printed = capsys.readouterr().out
-    assert "DIFFERS" in printed and "encode: 4 bits, shift, float16" in printed
+    assert "DIFFERS" in printed and "encode: 4 bits, stochastic, bfloat16" in printed
 
 
 def test_example_values_hold_what_is_hard() -> None:
