@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py constraints.txt qsdp/kernels/cpu.cpp $(wildcard qsdp/kernels/native/*.h)
 
-.PHONY: setup setup-dev demo test lint types fuzz bench readme clean
+.PHONY: setup setup-dev demo test compatibility lint types fuzz bench readme clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -25,6 +25,11 @@ demo: setup
 
 test: lint types
 	$(BIN)/python -m pytest
+
+# The distributed tests on the oldest torch, two between and the newest, each in an environment of
+# its own (4 to 7 GB), and the table in docs/compatibility.md.
+compatibility: setup
+	$(BIN)/python tests/compatibility.py --python $(PYTHON)
 
 lint: setup-dev
 	$(BIN)/ruff check .

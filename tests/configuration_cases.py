@@ -8,6 +8,7 @@ must compute with the same weights.
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import math
 import pickle
@@ -455,6 +456,8 @@ def case_prefetch_and_explicit_unshard(rank: int) -> None:
 
 
 def case_replicate_is_refused(rank: int) -> None:
+    if "mesh" not in inspect.signature(inspect.unwrap(replicate)).parameters:
+        return  # up to torch 2.9 it is HSDP, with shards of one rank
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
     model = nn.Linear(64, 64)
     replicate(model, mesh=mesh)

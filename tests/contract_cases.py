@@ -13,7 +13,7 @@ from configuration_cases import RAW, W8G8
 from fsdp_cases import equal, raises_everywhere, same_on_all_ranks, shards, unsharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -79,6 +79,62 @@ def case_gradients_of_two_dtypes_in_their_order(rank: int) -> None:
             assert not torch.equal(a, b) and (a - b).norm() < 0.02 * b.norm(), name
         else:
             assert torch.equal(a, b), f"{name} travels in full precision"
+
+
+class Halves(nn.Module):
+    """Each rank uses one of two branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(48, 48) for _ in range(2))
+        self.last = nn.Linear(48, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.branches[dist.get_rank() % 2](x))
+
+
+def case_unused_parameters_reduced_as_zeros(rank: int) -> None:
+    """torch 2.13 and newer, on request: ranks that use other parameters reduce the same buffer."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = fully_shard(Halves())
+        model.set_reduce_scatter_unused_params(True)
+        return model
+
+    stock, raw, model = make(), qsdp.apply_qsdp(make(), RAW), qsdp.apply_qsdp(make(), W8G8)
+    expected = steps(stock, 48, rank)
+    assert steps(raw, 48, rank) == expected and equal(shards(stock), shards(raw))
+    for a, b in zip(expected, steps(model, 48, rank), strict=True):
+        assert abs(a - b) <= 0.03 * abs(a)
+    assert qsdp.comm_stats(model).stock_reduce_scatter > 3.5 * (
+        qsdp.comm_stats(model).reduce_scatter_sent
+    )
+
+
+def case_reductions_in_a_group_of_their_own(rank: int) -> None:
+    """torch 2.13 and newer, on request."""
+    if not hasattr(FSDPModule, "set_separate_reduce_scatter_group"):
+        return
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = fully_shard(Halves())
+        model.set_separate_reduce_scatter_group()
+        return model
+
+    model = make()
+    (handle,) = find_param_groups(model)
+    ranks = dist.get_process_group_ranks(handle.group)
+    assert handle.reduce_group is not handle.group
+    assert dist.get_process_group_ranks(handle.reduce_group) == ranks
+    del model
+    stock, raw = make(), qsdp.apply_qsdp(make(), RAW)
+    for copy in (stock, raw):
+        copy.set_reduce_scatter_unused_params(True)
+    assert steps(stock, 48, rank) == steps(raw, 48, rank) and equal(shards(stock), shards(raw))
 
 
 # Four ranks -------------------------------------------------------------------------------------
