@@ -17,37 +17,50 @@ INLINE Word word_at(const char* x, int64_t i) {
   return word;
 }
 
-// Whether `n` > 0 values, floats whose bits are Words, are zero. Zeros of both signs count, so the
-// sign bit does not.
+// Whether value `i` of floats whose bits are Words is zero. Both signs count, so the sign does not.
+template <class Word>
+INLINE bool is_zero(const char* x, int64_t i) {
+  return Word(word_at<Word>(x, i) << 1) == 0;
+}
+
+// Whether `n` > 0 values are zero.
 template <class Word>
 INLINE bool all_zero(const char* x, int64_t n) {
-  constexpr Word MAGNITUDE = Word(~Word(0)) >> 1;
-  if (word_at<Word>(x, 0) & MAGNITUDE) return false;  // as nearly always
+  if (!is_zero<Word>(x, 0)) return false;  // as nearly always
   for (int64_t at = 0; at < n; at += ZERO_GROUP) {
     Word any = 0;
     if (at + ZERO_GROUP <= n)
       for (int i = 0; i < ZERO_GROUP; i++) any |= word_at<Word>(x, at + i);
     else
       for (int64_t i = at; i < n; i++) any |= word_at<Word>(x, i);
-    if (any & MAGNITUDE) return false;
+    if (!is_zero<Word>(reinterpret_cast<const char*>(&any), 0)) return false;
   }
   return true;
+}
+
+// A byte of a map: of `n` values, 8 groups at most.
+template <class Word>
+INLINE uint8_t zero_groups(const char* x, int64_t n) {
+  uint8_t bits = 0;
+  if (n >= MAP_VALUES) {
+    for (int group = 0; group < 8; group++)
+      bits |= uint8_t(is_zero<Word>(x, group * ZERO_GROUP)) << group;
+    if (!bits) return 0;  // as nearly always
+  }
+  bits = 0;
+  for (int64_t group = 0, at = 0; group < 8 && at < n; group++, at += ZERO_GROUP)
+    bits |= uint8_t(all_zero<Word>(x + at * int64_t(sizeof(Word)), minimum(ZERO_GROUP, n - at)))
+            << group;
+  return bits;
 }
 
 // Writes those bytes of a segment's map that start with values `from` to `to` of the segment; the
 // groups of the last byte may lie behind these. `x`: all `numel` values.
 template <class Word>
 INLINE void map_zeros(const char* x, int64_t numel, int64_t from, int64_t to, uint8_t* map) {
-  for (int64_t byte = divide_up(from, MAP_VALUES); byte * MAP_VALUES < to; byte++) {
-    uint8_t bits = 0;
-    for (int group = 0; group < 8; group++) {
-      const int64_t at = byte * MAP_VALUES + group * ZERO_GROUP;
-      if (at >= numel) break;
-      const int64_t n = minimum(ZERO_GROUP, numel - at);
-      bits |= uint8_t(all_zero<Word>(x + at * int64_t(sizeof(Word)), n)) << group;
-    }
-    map[byte] = bits;
-  }
+  for (int64_t byte = divide_up(from, MAP_VALUES); byte * MAP_VALUES < to; byte++)
+    map[byte] = zero_groups<Word>(x + byte * MAP_VALUES * int64_t(sizeof(Word)),
+                                  numel - byte * MAP_VALUES);
 }
 
 // Zeros to those of `n` values of `item` bytes each whose groups' bits are set in all of `count`
