@@ -87,7 +87,7 @@ class KeptWeights:
     ) -> None:
         self.layout = wire_layout(tuple(k.segment for k in keeping), dtype)
         self.num_ranks, self.own, self.started, self.reductions = num_ranks, own, False, 0
-        self.on_host = device.type == "cpu"
+        self.on_host = device.type != "cuda"  # where the host decides, at once
         pairs = list(zip(self.layout.spans, keeping, strict=True))
         differing = [i for i, (s, k) in enumerate(pairs) if k.differences and s.segment.numel]
         self._differences = _joined(s.values for s, k in pairs if k.differences)
