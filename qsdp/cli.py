@@ -13,7 +13,7 @@ import os
 import sys
 
 from qsdp import __version__
-from qsdp.trainer.arguments import did_you_mean, lacks, missing_package
+from qsdp.arguments import did_you_mean, lacks, missing_package
 
 COMMANDS = {
     "train": ("qsdp.trainer.command", "pretrain or continue a language model"),

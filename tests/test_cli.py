@@ -12,11 +12,11 @@ import pytest
 
 import qsdp
 from qsdp import cli
+from qsdp.arguments import TRAIN_PACKAGES
 from qsdp.bench import parsers
 from qsdp.plan import command as plan
 from qsdp.plan.clusters import CASES, GPT_SHAPES
 from qsdp.plan.variant import HELP
-from qsdp.trainer.arguments import TRAIN_PACKAGES
 from qsdp.wire import VALUE_DTYPES
 
 HEAVY = ("torch", "transformers", "datasets", "tokenizers", "matplotlib", "numpy")

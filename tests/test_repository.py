@@ -23,7 +23,7 @@ NATIVE = [PACKAGE / "kernels" / "cpu.cpp", *sorted((PACKAGE / "kernels" / "nativ
 LAYERS = (
     {"quantizer"},
     {"wire"},
-    {"kernels", "columns"},
+    {"kernels", "columns", "arguments"},
     {"stats", "buffers", "streams", "watch"},
     {"rows", "levels"},
     {"ways"},
@@ -44,7 +44,7 @@ LAYERS = (
     {"__main__"},
 )
 # Beside the core, which is all else.
-BESIDE = {"trainer", "bench", "plan", "sweep", "tune", "integrations"}
+BESIDE = {"arguments", "trainer", "bench", "plan", "sweep", "tune", "integrations"}
 # Files that were checked against one version of torch.
 PRIVATE = {"qsdp/param_group.py", "qsdp/contract.py", "qsdp/buffers.py", "qsdp/stats.py"}
 # Underscores that are no privates: a named tuple's methods, and what is documented for users.
@@ -233,7 +233,9 @@ def code_lines(source: str) -> int:
 
 def test_the_core_stays_small() -> None:
     """Lines of code in Python: what quantizes, communicates and remembers, and its kernels."""
-    core = [path for path in FILES if path.relative_to(PACKAGE).parts[0] not in BESIDE]
+    core = [
+        path for path in FILES if path.relative_to(PACKAGE).with_suffix("").parts[0] not in BESIDE
+    ]
     assert sum(code_lines(path.read_text()) for path in core) <= MAX_CORE_LINES
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from qsdp.trainer.arguments import did_you_mean
+from qsdp.arguments import did_you_mean
 
 BENCHMARKS = {
     "kernels": "speed of the kernels on this machine beside a copy",

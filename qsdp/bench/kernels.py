@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from qsdp.arguments import require_writable
 from qsdp.bench import output
 from qsdp.bench.measure import Peers, Row, Settings, measure, no_peers
 from qsdp.bench.parsers import kernels_parser
@@ -21,7 +22,6 @@ from qsdp.bench.parsers import new_parser as new_parser  # for benchmarks.kernel
 from qsdp.kernels import Backend, backend_for
 from qsdp.kernels.compare import compare, dtype_name, example_values, mismatches
 from qsdp.quantizer import Quantizer
-from qsdp.trainer.arguments import require_writable
 from qsdp.wire import VALUE_DTYPES, tensor_layout
 
 _DTYPES = {dtype_name(dtype): dtype for dtype in VALUE_DTYPES}

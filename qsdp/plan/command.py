@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qsdp.arguments import did_you_mean, require_packages, require_writable
 from qsdp.columns import format_columns
-from qsdp.trainer.arguments import did_you_mean, require_packages, require_writable
 
 if TYPE_CHECKING:
     from qsdp.plan.clusters import Case

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from qsdp.arguments import TRAIN_PACKAGES, did_you_mean, require_packages
 from qsdp.sweep.spec import Case, Sweep, read_sweep
-from qsdp.trainer.arguments import TRAIN_PACKAGES, did_you_mean, require_packages
 from qsdp.trainer.config import LATEST, flag_of
 
 WIDTH = 110  # of the table in a file

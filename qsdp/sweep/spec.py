@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qsdp.trainer.arguments import did_you_mean
+from qsdp.arguments import did_you_mean
 from qsdp.trainer.config import PRESETS, TrainConfig, embedded_comm, typed_fields
 
 # Fields of a run that the sweep itself sets.

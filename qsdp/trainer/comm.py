@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 import qsdp
-from qsdp.trainer.arguments import did_you_mean
+from qsdp.arguments import did_you_mean
 from qsdp.trainer.config import TrainConfig
 
 _BITS = (*range(2, 9), 32)

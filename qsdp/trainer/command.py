@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from qsdp.trainer.arguments import TRAIN_PACKAGES, require_packages
+from qsdp.arguments import TRAIN_PACKAGES, require_packages
 from qsdp.trainer.config import LATEST, PRESETS, TrainConfig, embedded_comm
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from qsdp.trainer.arguments import did_you_mean
+from qsdp.arguments import did_you_mean
 
 PresetName = Literal["tiny", "gpt2-125m", "gpt2-350m", "gpt2-1.3b"]
 LATEST = "latest"

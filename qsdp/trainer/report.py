@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 from rich.table import Table
 
-from qsdp.trainer.arguments import require_packages
+from qsdp.arguments import require_packages
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.metrics import METRICS, RESULT, format_bytes, read_metrics, step_medians
 from qsdp.trainer.tables import new_table, print_table

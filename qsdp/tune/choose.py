@@ -14,7 +14,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from qsdp import Differences, Feedback, Learned, QSDPConfig, Quantizer, Ways
-from qsdp.trainer.arguments import did_you_mean
+from qsdp.arguments import did_you_mean
 from qsdp.trainer.batches import batch_starts, windows
 from qsdp.trainer.checkpoint import complete_checkpoints, load_weights
 from qsdp.trainer.comm import PRESETS

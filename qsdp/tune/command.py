@@ -9,7 +9,7 @@ import argparse
 import math
 from pathlib import Path
 
-from qsdp.trainer.arguments import require_packages, require_writable
+from qsdp.arguments import require_packages, require_writable
 from qsdp.tune.allocate import WIDTHS
 
 
