@@ -138,11 +138,11 @@ def warm_up(
     Args:
         num_rows: that are decoded at once.
         dtype: of the values.
-        keeps: for :func:`difference_rows` and :func:`accumulate_rows`, in place of the others.
+        keeps: for :func:`difference_rows` and :func:`accumulate_rows`, too.
     """
     prepare = getattr(backend_for(device), "warm_up", None)
     if prepare is not None and layout.numel:
-        prepare(layout, num_rows, dtype, device, keeps=keeps)
+        prepare(layout, num_rows, dtype, device, accumulate=keeps, difference=keeps)
 
 
 def check_rows(wire: torch.Tensor, layout: WireLayout, senders: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qsdp import Quantizer, kernels
+from qsdp import Quantizer, kernels, rows
 from qsdp.kernels import reference
 from qsdp.kernels.compare import (
     KEY,
@@ -238,6 +238,15 @@ def test_warm_up_can_be_called_anywhere() -> None:
     layout = wire_layout((Segment(100, Quantizer()), Segment(3)), FLOAT32)
     triton_gpu.warm_up(layout, 2, FLOAT32, DEVICE, accumulate=True, difference=True)
     assert triton_plan.plan_for(layout, DEVICE).launches
+
+
+def test_units_warm_up_what_they_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the layer between units and kernels, with and without memory of weights."""
+    monkeypatch.setattr(rows, "backend_for", lambda device: triton_gpu)
+    for keeps in (False, True):
+        layout = wire_layout((Segment(200 + keeps, Quantizer()), Segment(3)), FLOAT32)
+        rows.warm_up(layout, 2, FLOAT32, DEVICE, keeps=keeps)
+        assert triton_plan.plan_for(layout, DEVICE).launches
 
 
 def test_where_triton_does_not_run_the_reference_does(monkeypatch: pytest.MonkeyPatch) -> None:
