@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -20,8 +20,6 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
-
-from qsdp import param_group
 
 TIMEOUT_S = 100
 
@@ -122,7 +120,8 @@ def run_threads(
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
     before, _recorder = _recorder, recorder
     num_threads = torch.get_num_threads()
-    with _threaded_groups(), _safe_for_threads():
+    _prepare_torch()
+    with _threaded_groups():
         for thread in threads:
             thread.start()
         try:
@@ -172,20 +171,12 @@ def _threaded_groups() -> Iterator[None]:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
 
 
-@contextmanager
-def _safe_for_threads() -> Iterator[None]:
-    """Ranks are processes otherwise: what they do not share there is not shared here either."""
-    cached = getattr(param_group, "_this_rank_alone", None)
-    with ExitStack() as stack:
-        # The group of one rank alone, where it is cached for the process.
-        if hasattr(cached, "__wrapped__"):
-            own = mock.patch.object(param_group, "_this_rank_alone", cached.__wrapped__)
-            stack.enter_context(own)
-        # Sharded tensors enter this mode to learn shapes. Without a GPU, a CUDA build of torch then
-        # replaces what switches devices, and crashes if that is in another thread's hands.
-        with FakeTensorMode():
-            pass
-        # torch 2.11 forgot it, and asks for it when groups are destroyed.
-        if not hasattr(threaded.ThreadLocalWorld(), "comms"):
-            threaded.ThreadLocalWorld.comms = property(lambda _: [])
-        yield
+def _prepare_torch() -> None:
+    """What threads would do at once, and what torch 2.11 forgot."""
+    # Sharded tensors enter this mode to learn shapes. Without a GPU, a CUDA build of torch then
+    # replaces what switches devices, and crashes if that is in another thread's hands.
+    with FakeTensorMode():
+        pass
+    # Asked for when groups are destroyed.
+    if not hasattr(threaded.ThreadLocalWorld(), "comms"):
+        threaded.ThreadLocalWorld.comms = property(lambda _: [])
