@@ -2,6 +2,7 @@
 
 The comparisons themselves are :mod:`qsdp.contract` and :mod:`qsdp.kernels.compare`. With
 ``--theory`` the claims of docs/theory.md are checked instead, which takes the source repository.
+torch and what needs it are imported once the arguments are read, so that `--help` need not wait.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import sys
 import time
 import warnings
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 import qsdp
-from qsdp.kernels import Backend, backend_for, reference
-from qsdp.kernels.compare import compare, describe
+
+if TYPE_CHECKING:
+    import torch
+
+    from qsdp.kernels import Backend
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     if parser.parse_args(argv).theory:
         return _theory()
+    import torch
+
     print(f"torch        {torch.__version__}, Python {platform.python_version()}")
     good = _report_hooks()
     good &= _report(torch.device("cpu"))
@@ -82,6 +87,9 @@ def _report_hooks() -> bool:
 
 
 def _report(device: torch.device) -> bool:
+    from qsdp.kernels import backend_for, reference
+    from qsdp.kernels.compare import compare, describe
+
     title = "CPU" if device.type == "cpu" else "CUDA"
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
@@ -102,6 +110,10 @@ def _report(device: torch.device) -> bool:
 
 
 def _why(backend: Backend, device: torch.device, notes: list[warnings.WarningMessage]) -> str:
+    import torch
+
+    from qsdp.kernels import reference
+
     if device.type == "cuda" and backend is not reference:
         triton = importlib.import_module("triton")
         return f" {triton.__version__} on {torch.cuda.get_device_name(device)}"

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs pip install 'qsdp[train]'")
 
-from benchmarks.network import hosts
+from benchmarks.network import hosts, report
 from benchmarks.network.__main__ import main as network_main
 from qsdp.cli import main
 
@@ -135,3 +135,9 @@ def test_network_counts_what_the_kernel_counts(tmp_path: Path) -> None:
     for cell in layout["cells"]:  # headers are many, where messages are as small as here
         assert 0.98 < cell["on_interface"] / cell["between_nodes"] < 1.1, cell
     assert layout["cells"][1]["speedup_over_fp32"] > 0
+
+
+def test_ticks_of_the_plot_name_every_speed_that_has_room() -> None:
+    assert report._ticks([0.4961, 0.5, 0.1, 10.0, 0.5]) == [0.1, 0.5, 10.0]
+    assert report._ticks([0.1, 0.2, 0.9044]) == [0.1, 0.2, 0.9044]
+    assert report._ticks([]) == []

@@ -33,6 +33,9 @@ SPEEDUP_BARS = (
     ("w4g4-bf16", "bf16", 2.0),
 )
 
+APART = 1.25
+"""From one tick of the plot to the next, at least."""
+
 
 def facts() -> dict[str, Any]:
     """Where and when; other work on the machine shows in every number."""
@@ -214,10 +217,10 @@ def _panel(axis: Any, layout: Mapping[str, Any]) -> None:
         )
         colour, marker = PLOT_STYLE.get(name, (None, "x"))
         axis.plot(*zip(*points, strict=True), label=name, color=colour, marker=marker, ms=5, lw=1.4)
-    ticks = sorted({*limits} - {layout["gbps_of_network_share"]})
+    ticks = _ticks(limits)
     axis.set_xscale("log")
     axis.set_yscale("log")
-    axis.set_xticks([*ticks, edge], [*(f"{tick:g}" for tick in ticks), "none"])
+    axis.set_xticks([*ticks, edge], [*(f"{tick:.3g}" for tick in ticks), "none"])
     axis.minorticks_off()
     axis.set_xlabel("limit of each host's link, Gbit/s")
     axis.set_ylabel("seconds a step")
@@ -227,3 +230,12 @@ def _panel(axis: Any, layout: Mapping[str, Any]) -> None:
     axis.set_title(f"{layout['hosts']} hosts x {layout['ranks_per_host']} ranks", fontsize=10)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
+
+
+def _ticks(limits: Sequence[float]) -> list[float]:
+    """The limits, without those whose numbers would stand on those of a rounder one."""
+    found: list[float] = []
+    for limit in sorted({*limits}, key=lambda limit: (len(f"{limit:g}"), limit)):
+        if all(max(limit, other) / min(limit, other) > APART for other in found):
+            found.append(limit)
+    return sorted(found)
