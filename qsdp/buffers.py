@@ -9,7 +9,7 @@ from threading import Lock
 
 import torch
 
-# Private, checked on torch 2.11 to 2.15: the number of references to a storage, views included.
+# Private, checked on torch 2.9 to 2.15: the number of references to a storage, views included.
 # FSDP2 keeps views of what `allocate` returns (gradients are views of the reduce-scatter output),
 # so only the storage knows when a buffer is free.
 from torch._C import _storage_Use_Count
@@ -71,8 +71,10 @@ def _size_class(num_bytes: int) -> int:
 
 
 def _is_free(buffer: torch.Tensor) -> bool:
-    # The pool's tensor and the storage object made here are the only two references.
-    return int(_storage_Use_Count(buffer.untyped_storage()._cdata)) <= 2
+    # The pool's tensor and this object are the only two references. It must be held: torch 2.9 lets
+    # go of one that nobody holds before it is counted.
+    storage = buffer.untyped_storage()
+    return int(_storage_Use_Count(storage._cdata)) <= 2
 
 
 pool = BufferPool()

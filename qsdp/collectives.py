@@ -173,8 +173,10 @@ def reduce_factors(op: ReduceOp, num_ranks: int) -> tuple[float, float]:
         return 1.0, 1.0
     if kind == dist.ReduceOp.AVG:
         return 1.0, float(num_ranks)
-    if kind == dist.ReduceOp.PREMUL_SUM and isinstance(getattr(op, "factor", None), float):
-        return float(op.factor), 1.0  # type: ignore[union-attr]
+    # (kind, factor) for an op with a factor; torch names the latter since 2.13 only.
+    state = op.__getstate__()
+    if kind == dist.ReduceOp.PREMUL_SUM and isinstance(state, tuple):
+        return float(state[1]), 1.0
     raise ValueError(f"reduce_scatter_quantized takes op SUM, AVG or PREMUL_SUM(number), got {op}")
 
 

@@ -206,7 +206,9 @@ class QuantizedReduceScatter(ObservedReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         unit, numel, dtype = self.unit, output_tensor.numel(), input_tensor.dtype
-        if dtype not in VALUE_DTYPES or group is not unit.reduce_route.group:
+        # One rank: torch 2.9 calls it all the same.
+        alone = unit.reduce_route.size == 1
+        if dtype not in VALUE_DTYPES or alone or not unit.reduces_in(group):
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
         reduction = unit.reduction(numel, dtype)
         if unit.learns and reduction.indices is not None:

@@ -116,12 +116,27 @@ class Unit:
     def _routes(self) -> tuple[Route, Route]:
         """Of weights and of gradients: two hops where nodes have several ranks of the group."""
         group, device = self.handle.group, self.handle.device
+        reduce_group = self.handle.reduce_group
         per_node = self.config.ranks_per_node or launched_ranks_per_node(group)
         flat = any(isinstance(ways["gradients"], Feedback) for ways in self.ways)
         return (
             route(group, device, per_node),
-            route(group, device, None if flat else per_node),
+            route(reduce_group, device, None if flat else per_node),
         )
+
+    def reduces_in(self, group: dist.ProcessGroup) -> bool:
+        """Whether ``group`` has the ranks of the shards; gradients are exchanged in it then.
+
+        FSDP2 may give reductions a group of their own at any time, so that they and gathers do not
+        wait for each other.
+        """
+        known = self.reduce_route
+        if group is known.group:
+            return True
+        if tuple(dist.get_process_group_ranks(group)) != known.global_ranks:
+            return False
+        self.reduce_route = route(group, self.handle.device, known.ranks_per_node)
+        return True
 
     def warm_up(self) -> None:
         """Compile kernels and make tables now, before collectives that have a timeout."""

@@ -136,6 +136,19 @@ def case_reductions_in_a_group_of_their_own(rank: int) -> None:
     for copy in (stock, raw):
         copy.set_reduce_scatter_unused_params(True)
     assert steps(stock, 48, rank) == steps(raw, 48, rank) and equal(shards(stock), shards(raw))
+    # Asked for after apply_qsdp, in the middle of training, gradients are still quantized.
+    early, late = qsdp.apply_qsdp(make(), W8G8), qsdp.apply_qsdp(fully_shard_again(), W8G8)
+    assert steps(early, 48, rank) == steps(late, 48, rank)
+    late.set_separate_reduce_scatter_group()
+    qsdp.comm_stats(late, reset=True)
+    assert steps(early, 48, rank) == steps(late, 48, rank)
+    stats = qsdp.comm_stats(late)
+    assert stats.stock_reduce_scatter > 3 * stats.reduce_scatter_sent
+
+
+def fully_shard_again() -> nn.Module:
+    torch.manual_seed(0)
+    return fully_shard(Halves())
 
 
 # Four ranks -------------------------------------------------------------------------------------
