@@ -22,7 +22,8 @@ INLINE void add_finite(const char* more, int64_t n, char* to) {
 }
 
 // Adds what is kept of blocks, `kept` from flat index `at` on, to values. `idle` says of the value
-// that a block begins with whether only zeros came for the block; these are left as they are.
+// that a block begins with whether only zeros came for the block; these are left as they are. Block
+// by block: looking at all of them before would read memory in leaps. Whether any block is idle.
 template <class T>
 INLINE bool add_blocks(const AccumulateJob& job, int64_t at, int64_t to, const char* kept,
                        bool* idle) {
@@ -31,22 +32,15 @@ INLINE bool add_blocks(const AccumulateJob& job, int64_t at, int64_t to, const c
   for_blocks(layout, at, to, [&](int64_t row, int64_t index, int64_t first, int64_t last) {
     const Span& span = layout.spans[index];
     if (!span.bits) return;
+    char* x = job.values.at(row, span.value_offset * T::SIZE);
     const int64_t end = minimum(last * span.block_size, span.numel);
     const int64_t start = row * layout.numel + span.value_offset - at;
-    char* x = job.values.at(row, span.value_offset * T::SIZE);
-    int64_t added = first * span.block_size;  // what is before, or is idle, is done
-    const auto add_until = [&](int64_t until) {
-      add_finite<T>(kept + (start + added) * T::SIZE, until - added, x + added * T::SIZE);
-    };
-    for (int64_t from = added; from < end; from += span.block_size) {
-      const int64_t next = minimum(from + span.block_size, end);
-      const bool zero = all_zero<typename T::Bits>(x + from * T::SIZE, next - from);
+    for (int64_t from = first * span.block_size; from < end; from += span.block_size) {
+      const int64_t n = minimum(span.block_size, end - from);
+      const bool zero = all_zero<typename T::Bits>(x + from * T::SIZE, n);
       idle[start + from] = zero, any_idle |= zero;
-      if (!zero) continue;
-      add_until(from);
-      added = next;
+      if (!zero) add_finite<T>(kept + (start + from) * T::SIZE, n, x + from * T::SIZE);
     }
-    add_until(end);
   });
   return any_idle;
 }
