@@ -24,6 +24,17 @@ def require_packages(*names: str) -> None:
         raise RuntimeError(lacks(", ".join(missing)))
 
 
+def require_package(flag: str, name: str, install: str = "") -> None:
+    """Raises RuntimeError where the package that ``flag`` needs is not installed.
+
+    Args:
+        install: what pip installs it by, if not by its name.
+    """
+    if importlib.util.find_spec(name) is None:
+        how = f"pip install {install or name}"
+        raise RuntimeError(f"{flag} needs {name}, not installed here: {how}")
+
+
 def lacks(packages: str) -> str:
     """What to install where these packages are missing."""
     return f"this needs {packages}, not installed here: pip install 'qsdp[train]'"

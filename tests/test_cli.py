@@ -20,9 +20,8 @@ from qsdp.plan.variant import HELP
 from qsdp.wire import VALUE_DTYPES
 
 HEAVY = ("torch", "transformers", "datasets", "tokenizers", "matplotlib", "numpy")
-# `check` has its parser beside what it checks.
 HELPS = [
-    [], ["train"], ["report"], ["plan"], ["sweep"], ["tune"],
+    [], ["train"], ["report"], ["plan"], ["sweep"], ["tune"], ["check"],
     ["bench"], ["bench", "kernels"], ["bench", "train"], ["bench", "link"],
 ]  # fmt: skip
 HIDE = "import sys\nfor name in {names!r}: sys.modules[name] = None\n"

@@ -123,7 +123,6 @@ def test_resumed_metrics_drop_what_came_after_the_checkpoint(tmp_path, capsys):
     assert steps == [*range(1, 17), 20]
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("step 20/40  loss 1.000  100 tokens/s  1 kB sent a step")
-    assert list((run / "tensorboard").iterdir())
 
 
 def test_medians_leave_out_the_first_steps():

@@ -31,6 +31,7 @@ What quantizing would gain on a cluster, before renting it.
   qsdp plan --model gpt2-1.3b --nodes 4 --ranks-per-node 8 --bandwidth 10 100
   qsdp plan --parameters 13e9 --layers 40 --nodes 64 --tflops 300
   qsdp plan --cluster qsdp-paper --json
+  qsdp plan --runs runs/demo/w*   what runs would have taken on slower links
   qsdp plan --survey              where quantizing stops paying, 8 to 4096 ranks
 
 A step is computation, encoding, decoding and transfers, overlapped as FSDP2
@@ -80,6 +81,8 @@ def run(argv: list[str]) -> int:
 
         return survey.run(as_json=options.json, plot=options.plot)
     chosen, measured = _case(options)
+    if options.runs:
+        return _runs(options)
     answers = plan(chosen)
     if options.plot is not None:
         from qsdp.plan.plots import plot_steps
@@ -93,6 +96,17 @@ def run(argv: list[str]) -> int:
 
 
 def plan(chosen: Case) -> list[Answer]:
+def _runs(options: argparse.Namespace) -> int:
+    from qsdp.plan import runs
+
+    bandwidths = options.bandwidth or runs.BANDWIDTHS
+    latency_us = runs.LATENCY_US if options.latency_us is None else options.latency_us
+    for name, value in (("latency-us", latency_us), *(("bandwidth", gbps) for gbps in bandwidths)):
+        if not value > 0:
+            raise ValueError(f"--{name} must be above 0, got {value:g}")
+    return runs.run(options.runs, bandwidths, latency_us, as_json=options.json)
+
+
     """Every variant at every bandwidth, the first variant being the baseline.
 
     Raises:
@@ -192,6 +206,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--measure", action="store_true", help="take codec and link rates from this machine")
     add("--survey", action="store_true", help="8 to 4096 ranks, 1B to 70B, 1 to 400 Gbit/s")
     add("--plot", type=Path, metavar="FILE", help="also draw step time against bandwidth (PNG)")
+    add(
+        "--runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="instead: what these runs of qsdp train would have taken with each rank on a machine "
+        "of its own, by what they measured; takes --bandwidth, --latency-us and --json",
+    )
     add("--json", action="store_true", help="print a list of objects in place of the table")
     return parser
 

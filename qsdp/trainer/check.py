@@ -14,10 +14,7 @@ def check(config: TrainConfig, num_ranks: int) -> None:
     """Raises ValueError or FileNotFoundError, in one line that names the flag to change."""
     comm_config(config)
     config.micro_batches(num_ranks)
-    if config.ranks_per_node is not None and num_ranks % config.ranks_per_node:
-        raise ValueError(
-            f"--ranks-per-node must divide the ranks, {num_ranks}, got {config.ranks_per_node}"
-        )
+    _check_mesh(config, num_ranks)
     check_files(config)
     if config.model is not None and not (config.model / "config.json").is_file():
         raise FileNotFoundError(f"--model: {config.model} is no folder with a config.json")
@@ -42,4 +39,16 @@ def check(config: TrainConfig, num_ranks: int) -> None:
         raise ValueError(
             f"{folder} already holds a run; --resume continues it, --overwrite deletes it, "
             "--folder names another"
+        )
+
+
+def _check_mesh(config: TrainConfig, num_ranks: int) -> None:
+    if num_ranks % config.replicate:
+        raise ValueError(f"--replicate must divide the ranks, {num_ranks}, got {config.replicate}")
+    shards = num_ranks // config.replicate
+    if config.ranks_per_node is not None and shards % config.ranks_per_node:
+        of = "" if config.replicate == 1 else f" of a replica, {num_ranks} / {config.replicate}"
+        raise ValueError(
+            f"--ranks-per-node must divide the ranks{of or f', {num_ranks}'}, got "
+            f"{config.ranks_per_node}"
         )

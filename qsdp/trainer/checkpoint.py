@@ -218,7 +218,8 @@ def load_checkpoint(
 
 
 def load_weights(path: Path, model: nn.Module, tokenizer: str) -> None:
-    """Fill a whole model, in this process alone, with a checkpoint's full-precision weights.
+    """Fill a whole model, in this process alone, with a checkpoint's full-precision weights, the
+    trained ones.
 
     Raises:
         OSError, ValueError: the checkpoint is damaged, or of another model or tokenizer.
@@ -226,8 +227,8 @@ def load_weights(path: Path, model: nn.Module, tokenizer: str) -> None:
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     _check_same_model(path, read_description(path), shapes, tokenizer)
     _verify_files(path)
-    named = model.named_parameters()
-    tensors = {"model." + name: parameter.data for name, parameter in named}
+    trained = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
+    tensors = {"model." + name: value.data for name, value in trained}
     with warnings.catch_warnings():  # that there is one process
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         _read_tensors(path, tensors, alone=True)
@@ -268,14 +269,15 @@ def _read_tensors(path: Path, tensors: dict[str, Any], *, alone: bool = False) -
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Model and optimizer state by name. Tied parameters appear once; settings of the optimizer
-    are left out, because the run's configuration gives them."""
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tied -= {name for name, _ in model.named_parameters()}
+    """Model and optimizer state by name. Tied parameters appear once; what is frozen is left out,
+    because the model is read with it, and settings of the optimizer, because the run's
+    configuration gives them."""
+    left_out = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    left_out -= {name for name, value in model.named_parameters() if value.requires_grad}
     state: dict[str, Any] = {
         "model." + name: value
         for name, value in get_model_state_dict(model).items()
-        if name not in tied
+        if name not in left_out
     }
     optimizer_state = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     for name, value in optimizer_state.items():

@@ -39,7 +39,23 @@ def comm_config(config: TrainConfig) -> qsdp.QSDPConfig:
             comm = dataclasses.replace(comm, ranks_per_node=config.ranks_per_node)
         except ValueError as error:
             raise ValueError(f"--ranks-per-node {config.ranks_per_node}: {error}") from error
-    return comm.with_exceptions(dict.fromkeys(config.keep_full_precision))
+    return _between_replicas(comm, config).with_exceptions(
+        dict.fromkeys(config.keep_full_precision)
+    )
+
+
+def _between_replicas(comm: qsdp.QSDPConfig, config: TrainConfig) -> qsdp.QSDPConfig:
+    """With --replicate, a preset's gradients travel alike between replicas."""
+    if comm.replicas is not None and config.replicate == 1:
+        raise ValueError(
+            f"--comm {config.comm_name} says how replicas reduce gradients, and there is one: give "
+            "--replicate N, or leave replicas out"
+        )
+    preset = not config.comm.startswith("{")
+    if not (preset and config.replicate > 1 and config.quantize_replicas):
+        return comm
+    assert not isinstance(comm.gradients, qsdp.Learned)  # no preset has it
+    return dataclasses.replace(comm, replicas=comm.gradients)
 
 
 def quantize_communication(model: nn.Module, config: TrainConfig) -> None:
@@ -69,5 +85,6 @@ def quantizes_weights(config: TrainConfig) -> bool:
 
 def remembers_alike(saved: dict[str, object], config: TrainConfig) -> bool:
     """Whether communication remembers the same under a configuration saved as JSON values."""
-    now = config.to_json()
-    return all(saved.get(name) == now[name] for name in ("comm", "keep_full_precision"))
+    now, older = config.to_json(), TrainConfig().to_json()
+    names = ("comm", "keep_full_precision", "replicate", "quantize_replicas")
+    return all(saved.get(name, older[name]) == now[name] for name in names)

@@ -15,8 +15,9 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from qsdp.arguments import TRAIN_PACKAGES, require_packages
+from qsdp.arguments import TRAIN_PACKAGES, require_package, require_packages
 from qsdp.trainer.config import LATEST, PRESETS, TrainConfig, embedded_comm
+from qsdp.trainer.file import read_run_file
 
 
 def run(argv: list[str]) -> int:
@@ -25,6 +26,10 @@ def run(argv: list[str]) -> int:
     config = parse(argv)
     if config.dataset:
         require_packages("datasets")
+    if config.wandb is not None:
+        require_package("--wandb", "wandb")
+    if config.lora is not None:
+        require_package("--lora", "peft", "'qsdp[lora]'")
     from qsdp.trainer.ranks import SharedError, started_by_launcher
 
     if not started_by_launcher():
@@ -64,22 +69,56 @@ def _end_rank(message: str | None) -> NoReturn:
     os._exit(1)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _File:
+    config: Path | None = None
+    """A YAML or JSON file of these flags, for a whole run; flags that are given override it. Each
+    run writes one: RUN/config.json."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Flags(TrainConfig, _File):
+    """Pretrain, continue or fine-tune a causal language model with quantized communication."""
+
+    def __post_init__(self) -> None:
+        """Nothing is checked before file and flags are together."""
+
+
 def parse(argv: list[str]) -> TrainConfig:
-    """Flags over the preset that they name, or with --resume over the run's own configuration."""
+    """Flags over the file of --config, over the run's own configuration with --resume, over the
+    preset.
+
+    Raises:
+        OSError, ValueError, RuntimeError: a file that cannot be read, or settings that exclude each
+            other; in one line.
+    """
     import tyro
 
     argv = _with_resume_value(argv)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--preset", default="tiny")
-    first.add_argument("--folder", type=Path)
-    first.add_argument("--resume")
+    for flag in ("--preset", "--resume"):
+        first.add_argument(flag)
+    for flag in ("--folder", "--config"):
+        first.add_argument(flag, type=Path)
     chosen, _ = first.parse_known_args(argv)
+    written = read_run_file(chosen.config) if chosen.config else {}
     # A name that is no preset is left for tyro to refuse.
-    default = PRESETS.get(chosen.preset, PRESETS["tiny"])()
-    if chosen.resume and chosen.folder and (chosen.folder / "config.json").is_file():
-        default = dataclasses.replace(read_config(chosen.folder), resume=None)
-    config = tyro.cli(TrainConfig, prog="qsdp train", args=argv, default=default)
-    return dataclasses.replace(config, comm=embedded_comm(config.comm))
+    preset = PRESETS.get(chosen.preset or written.get("preset", "tiny"), PRESETS["tiny"])()
+    folder = chosen.folder or written.get("folder")
+    if (chosen.resume or written.get("resume")) and folder and (folder / "config.json").is_file():
+        preset = dataclasses.replace(read_config(folder), resume=None)
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    default = _Flags(**{name: getattr(preset, name) for name in names} | written)
+    flags = tyro.cli(_Flags, prog="qsdp train", args=argv, default=default)
+    values = {name: getattr(flags, name) for name in names}
+    try:
+        config = TrainConfig(**values)
+        return dataclasses.replace(config, comm=embedded_comm(config.comm))
+    except ValueError as error:
+        name = str(error).split()[0].strip("-:").replace("-", "_")
+        if name in written and written[name] == values[name]:
+            raise ValueError(f"{chosen.config}: {error}") from error
+        raise
 
 
 def read_config(run_folder: Path) -> TrainConfig:

@@ -85,6 +85,12 @@ class TrainConfig:
     ranks_per_node: int | None = None
     """Ranks in each node, for two-level collectives: each part crosses between nodes once. 1 for
     flat ones; left out, as the launcher says."""
+    replicate: int = 1
+    """Replicas of the sharded model (HSDP): ranks / replicas shard it, and replicas add up their
+    gradients."""
+    quantize_replicas: bool = True
+    """With --replicate, replicas send gradients in the preset's bits too. A JSON file says it
+    itself, as `replicas`."""
     seed: int = 17
     """Seed of the initial weights, the order of the text, dropout and rounding."""
 
@@ -97,6 +103,13 @@ class TrainConfig:
 
     model: Path | None = None
     """Folder of a Hugging Face causal language model to continue, in place of the preset's."""
+    lora: int | None = None
+    """Rank of LoRA adapters: train these in float32 and leave --model as it is, in bfloat16."""
+    lora_alpha: float | None = None
+    """Adapters count alpha / rank times; default: twice the rank."""
+    lora_targets: tuple[str, ...] = ()
+    """Ends of the names of modules that get adapters, such as q_proj; default: all linear ones but
+    the head."""
     layers: int = 4
     """Transformer blocks of the preset's model."""
     width: int = 192
@@ -170,6 +183,8 @@ class TrainConfig:
 
     log_every: int = 20
     """Steps between two lines of the log."""
+    wandb: str | None = None
+    """Project of Weights & Biases that gets the metrics, too, beside TensorBoard."""
     eval_every: int = 120
     """Steps between two validations; 0 validates at the end only."""
     eval_windows: int = 256
@@ -187,7 +202,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("nproc", "layers", "width", "heads", "vocab_size", "sequence_length", "steps",
                      "batch_size", "log_every", "eval_windows", "final_eval_windows",
-                     "keep_checkpoints"):  # fmt: skip
+                     "keep_checkpoints", "replicate"):  # fmt: skip
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("warmup_steps", "eval_every", "checkpoint_every", "seed"):
             self._require(name, getattr(self, name) >= 0, "at least 0")
@@ -204,12 +219,29 @@ class TrainConfig:
         self._require("ranks_per_node", ranks is None or ranks >= 1, "at least 1, or left out")
         micro = self.micro_batch_size
         self._require("micro_batch_size", micro is None or micro >= 1, "at least 1")
+        self._check_lora()
         if self.data and self.dataset:
             raise ValueError("--data and --dataset exclude each other: give one of them")
         if not self.data and not self.dataset and self.valid:
             raise ValueError("--valid needs --data or --dataset: the plays hold out whole plays")
         if self.dataset_files and not self.dataset:
             raise ValueError("--dataset-files needs --dataset with a builder: json, text, csv, ...")
+
+    def _check_lora(self) -> None:
+        alpha = self.lora_alpha
+        self._require("lora", self.lora is None or self.lora >= 1, "at least 1, or left out")
+        self._require("lora_alpha", alpha is None or alpha > 0, "above 0")
+        if self.lora is None:
+            for name in ("lora_alpha", "lora_targets"):
+                if getattr(self, name):
+                    raise ValueError(f"{flag_of(name)} needs --lora RANK")
+        elif self.model is None:
+            raise ValueError("--lora needs --model: adapters are trained on a model that is there")
+        elif self.export == "decoded":
+            raise ValueError(
+                "--export decoded does not go with --lora: adapters are exported for the model as "
+                "it is on disk; leave it out"
+            )
 
     def _require(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:
@@ -252,8 +284,11 @@ class TrainConfig:
         return cls(**typed_fields(values))
 
 
-def typed_fields(values: dict[str, Any]) -> dict[str, Any]:
+def typed_fields(values: dict[str, Any], spell: Callable[[str], str] = flag_of) -> dict[str, Any]:
     """Fields of :class:`TrainConfig` from JSON values.
+
+    Args:
+        spell: how messages write the name of a field.
 
     Raises:
         ValueError: a name that is no field, or a value of another type.
@@ -263,7 +298,7 @@ def typed_fields(values: dict[str, Any]) -> dict[str, Any]:
         if name not in kinds:
             hint = did_you_mean(name, kinds) or ": it is no option of qsdp train"
             raise ValueError(f"unknown field {name!r}{hint}")
-    return {name: _typed(name, kinds[name], value) for name, value in values.items()}
+    return {name: _typed(spell(name), kinds[name], value) for name, value in values.items()}
 
 
 def _typed(name: str, kind: Any, value: Any) -> Any:
@@ -288,7 +323,8 @@ def _typed(name: str, kind: Any, value: Any) -> Any:
         if type(value) is kind or (kind is float and type(value) is int):
             return kind(value)
     null = ", or null" if NoneType in options else ""
-    raise ValueError(f"{flag_of(name)} must be {allowed}{null}, got {json.dumps(value)}")
+    got = json.dumps(value, default=str)
+    raise ValueError(f"{name} must be {allowed}{null}, got {got}")
 
 
 def tiny() -> TrainConfig:

@@ -1,4 +1,5 @@
-"""The final model, as a folder that `AutoModelForCausalLM.from_pretrained` reads.
+"""The final model, as a folder that `AutoModelForCausalLM.from_pretrained` reads; of a run with
+--lora its adapters, as a folder that peft reads.
 
 At few bits the weights that training sees (decoded) and the full-precision masters are different
 models, so the folder says which it holds: in qsdp.json and in the model card.
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 import qsdp
 from qsdp.trainer.config import TrainConfig
+from qsdp.trainer.lora import alpha, write_adapters
 from qsdp.trainer.metrics import write_json
 from qsdp.trainer.ranks import Ranks, on_rank_zero
 
@@ -41,12 +43,17 @@ def export_model(
     """Gather the weights and write the folder on rank 0; collective."""
     decoded = weights == "decoded"
     state = qsdp.decoded_state_dict(model, full=True) if decoded else master_weights(model)
+    lora = config.lora is not None
 
     def write() -> None:
         # Written whole or not at all, like a checkpoint.
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        _unsharded_model(model, state).save_pretrained(partial)
+        if lora:
+            assert config.model is not None
+            write_adapters(partial, model, state, config.model)
+        else:
+            _unsharded_model(model, state).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         about = {"weights": weights, "holds": _HOLDS[weights], "comm": config.comm_name, **result}
         write_json(partial / "qsdp.json", about)
@@ -58,8 +65,8 @@ def export_model(
 
 
 def master_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole parameters in full precision, on rank 0's CPU; the other ranks get none."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    """Whole trained parameters in full precision, on rank 0's CPU; the other ranks get none."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     state = get_model_state_dict(model, options=options)
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
@@ -80,15 +87,24 @@ def _unsharded_model(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> 
 def _model_card(weights: Weights, config: TrainConfig, result: dict[str, Any]) -> str:
     decoded, master = result["valid_perplexity_decoded"], result["valid_perplexity_master"]
     model = config.preset if config.model is None else config.model.name
+    holds = f"This folder holds **{weights}** weights: {_HOLDS[weights]}."
+    library, trained = "transformers", f"{result['parameters']:,} parameters"
+    if config.lora is not None:
+        library = "peft"
+        trained = f"{result['trained_parameters']:,} of {trained} trained"
+        holds = (
+            f"This folder holds LoRA adapters of rank {config.lora}, alpha {alpha(config):g}, in "
+            f"float32, for the model in `{config.model}`.\nThat stayed as it was, in bfloat16."
+        )
     text = config.dataset or ", ".join(p.name for p in config.data) or "38 plays of Shakespeare"
     return f"""---
-library_name: transformers
+library_name: {library}
 tags: [qsdp]
 ---
 
 # {model}, trained with qsdp {config.comm_name}
 
-This folder holds **{weights}** weights: {_HOLDS[weights]}.
+{holds}
 
 | weights | validation perplexity |
 |---|---|
@@ -96,5 +112,5 @@ This folder holds **{weights}** weights: {_HOLDS[weights]}.
 | full-precision masters | {master:.3f} |
 
 Trained on {text} for {result["steps"]} steps, {result["tokens"]:,} tokens, with
-{result["parameters"]:,} parameters, seed {config.seed}, on {result["num_ranks"]} ranks.
+{trained}, seed {config.seed}, on {result["num_ranks"]} ranks.
 """

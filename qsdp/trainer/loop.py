@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 import shutil
-import signal
 import warnings
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple, TextIO
 
 import torch
@@ -18,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import qsdp
 from qsdp.agreement import all_gather_json
+from qsdp.trainer.boards import TENSORBOARD, WANDB, forget, open_boards
 from qsdp.trainer.check import check
 from qsdp.trainer.checkpoint import (
     Description,
@@ -35,22 +33,23 @@ from qsdp.trainer.launch import STOP_FILE
 from qsdp.trainer.lock import hold
 from qsdp.trainer.metrics import METRICS, RESULT, Metrics, read_metrics, step_medians, write_json
 from qsdp.trainer.model import (
+    Count,
     build_model,
     build_optimizer,
-    num_parameters,
+    count_parameters,
     shard,
 )
 from qsdp.trainer.ranks import Ranks, SharedError, on_rank_zero, process_group, together
 from qsdp.trainer.step import Training, take_step
+from qsdp.trainer.stop import StopRequest
 
 # Settings that another part of the same training may differ in.
 _FREE_ON_RESUME = {
     "folder", "overwrite", "resume", "nproc", "device", "timeout", "log_every", "eval_every",
     "eval_windows", "final_eval_windows", "checkpoint_every", "keep_checkpoints", "export",
+    "wandb",
 }  # fmt: skip
-
-
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_DEFAULTS = TrainConfig().to_json()
 
 
 class Run(NamedTuple):
@@ -84,14 +83,14 @@ class Progress(NamedTuple):
 def train(config: TrainConfig) -> None:
     """Train on this rank, from start or checkpoint to the exported model or an interruption."""
     disable_progress_bar()  # of transformers, which would cut into our own
-    stop = _StopRequest(config.run_folder / STOP_FILE)
+    stop = StopRequest(config.run_folder / STOP_FILE)
     with process_group(config.device, config.timeout) as ranks:
         on_rank_zero(lambda: check(config, ranks.num_ranks))
         lock: list[TextIO] = []  # on rank 0, until training ends
         resume = _prepare_folder(config, lock)
         data = prepare_data(config, ranks)
         model = together(lambda: build_model(config, data.tokenizer))
-        parameters = num_parameters(model)
+        count = count_parameters(model)
         shard(model, config, ranks)
         optimizer = build_optimizer(model, config)
         together(lambda: quantize_communication(model, config))
@@ -101,12 +100,12 @@ def train(config: TrainConfig) -> None:
         on_rank_zero(lambda: _write_config(config))
         metrics = together(lambda: _open_metrics(config, ranks, start))
         run = Run(config, ranks, data, model, optimizer, metrics)
-        run.say(_headline(run, parameters, resume))
+        run.say(_headline(run, count, resume))
         try:
             end = _take_steps(run, start, stop)
             if end.step == config.steps:
                 stop.release()
-                _finish(run, end, parameters)
+                _finish(run, end, count)
         finally:
             if metrics is not None:
                 metrics.close()
@@ -125,8 +124,9 @@ def _prepare_folder(config: TrainConfig, lock: list[TextIO]) -> Path | None:
         lock.append(hold(folder))
         if resume is None:
             # By name: --folder may point at a folder that holds more than a run.
-            for name in ("checkpoints", "data", "model", "tensorboard"):
+            for name in ("checkpoints", "data", "model", TENSORBOARD, WANDB):
                 shutil.rmtree(folder / name, ignore_errors=True)
+            forget(folder)
             for path in (folder / "config.json", folder / METRICS, *folder.glob("traceback-*")):
                 path.unlink(missing_ok=True)
         return None if resume is None else str(resume)
@@ -137,7 +137,9 @@ def _prepare_folder(config: TrainConfig, lock: list[TextIO]) -> Path | None:
 
 def _write_config(config: TrainConfig) -> None:
     """From here on the folder is this run's; a run that failed to start has not touched it."""
-    write_json(config.run_folder / "config.json", config.to_json())
+    # It says what the run is, not how it was started: --config takes it, too.
+    started = {"overwrite": False, "resume": None}
+    write_json(config.run_folder / "config.json", config.to_json() | started)
     (config.run_folder / RESULT).unlink(missing_ok=True)
 
 
@@ -149,15 +151,19 @@ def _open_metrics(config: TrainConfig, ranks: Ranks, start: Progress) -> Metrics
         total_steps=config.steps,
         resume_step=start.step,
         log_every=config.log_every,
+        boards=open_boards(config, config.run_folder, start.step),
     )
 
 
-def _headline(run: Run, parameters: int, resume: Path | None) -> str:
+def _headline(run: Run, count: Count, resume: Path | None) -> str:
+    config = run.config
     source = f", resumed from {resume}" if resume is not None else ""
+    trained = "" if config.lora is None else f", {count.trained:,} of them trained"
+    replicas = "" if config.replicate == 1 else f", {config.replicate} replicas"
     return (
-        f"{run.config.run_folder}: {parameters:,} parameters, {run.config.comm_name}, "
-        f"{run.ranks.num_ranks} ranks on {run.ranks.device.type}, {run.config.steps} steps of "
-        f"{run.config.batch_size} x {run.config.sequence_length} tokens{source}"
+        f"{config.run_folder}: {count.parameters:,} parameters{trained}, {config.comm_name}, "
+        f"{run.ranks.num_ranks} ranks on {run.ranks.device.type}{replicas}, {config.steps} steps "
+        f"of {config.batch_size} x {config.sequence_length} tokens{source}"
     )
 
 
@@ -193,7 +199,8 @@ def _resume(
     if ranks.rank == 0:
         now = config.to_json()
         for name in sorted(set(now) - _FREE_ON_RESUME):
-            if saved.config.get(name) != now[name]:
+            # A checkpoint may be older than a flag.
+            if saved.config.get(name, _DEFAULTS[name]) != now[name]:
                 flag = "--" + name.replace("_", "-")
                 print(
                     f"qsdp train: warning: {flag} was {saved.config.get(name)} when {path} was "
@@ -218,7 +225,7 @@ def _shapes(model: PreTrainedModel) -> dict[str, list[int]]:
     return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def _take_steps(run: Run, progress: Progress, stop: _StopRequest) -> Progress:
+def _take_steps(run: Run, progress: Progress, stop: StopRequest) -> Progress:
     """Train until the last step or until any rank was asked to stop."""
     config = run.config
     while progress.step < config.steps:
@@ -298,7 +305,7 @@ def _record_validation(run: Run, progress: Progress, loss: float) -> None:
         )
 
 
-def _finish(run: Run, end: Progress, parameters: int) -> None:
+def _finish(run: Run, end: Progress, count: Count) -> None:
     """Validate decoded and master weights, export the model, write result.json."""
     config = run.config
     arguments = (run.model, run.data.valid, config, run.ranks)
@@ -306,13 +313,16 @@ def _finish(run: Run, end: Progress, parameters: int) -> None:
     if quantizes_weights(config):
         master = master_validation_loss(*arguments, limit=config.final_eval_windows)
     weights: Weights = "decoded" if config.export == "decoded" else "master"
-    if config.export == "best" and decoded < master:
+    # Adapters are for the model as it is on disk, and so are measured together with that.
+    if config.export == "best" and decoded < master and config.lora is None:
         weights = "decoded"
     result = {
         "comm": config.comm_name,
         "preset": config.preset,
-        "parameters": parameters,
+        "parameters": count.parameters,
+        "trained_parameters": count.trained,
         "num_ranks": run.ranks.num_ranks,
+        "device": run.ranks.device.type,
         "steps": end.step,
         "tokens": end.step * config.batch_size * config.sequence_length,
         "seed": config.seed,
@@ -339,32 +349,9 @@ def _finish(run: Run, end: Progress, parameters: int) -> None:
         )
     on_rank_zero(lambda: write_json(config.run_folder / RESULT, result))
     _record_validation(run, end, decoded)
+    what = f"{weights} weights" if config.lora is None else "adapters"
     run.say(
         f"validation perplexity {math.exp(decoded):.3f} decoded, {math.exp(master):.3f} masters; "
         f"results in {config.run_folder / RESULT}"
-        + (f", {weights} weights in {config.run_folder / 'model'}" if result["exported"] else "")
+        + (f", {what} in {config.run_folder / 'model'}" if result["exported"] else "")
     )
-
-
-class _StopRequest:
-    """Whether this rank was asked to stop: by a signal, or by the file that the launcher leaves."""
-
-    def __init__(self, stop_file: Path) -> None:
-        self._stop_file = stop_file
-        self._signalled = False
-        for number in _STOP_SIGNALS:
-            signal.signal(number, self._on_signal)
-
-    def release(self) -> None:
-        """No step is left to stop after: from now on a signal ends the process."""
-        self._stop_file.unlink(missing_ok=True)
-        for number in _STOP_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-
-    def requested(self) -> bool:
-        return self._signalled or self._stop_file.exists()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested():
-            os._exit(128 + number)  # asked twice: whoever asks does not want to wait
-        self._signalled = True

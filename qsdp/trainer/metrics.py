@@ -1,4 +1,4 @@
-"""What a run writes and shows while it trains, all on rank 0: metrics.jsonl, TensorBoard, console.
+"""What a run writes and shows while it trains, all on rank 0: metrics.jsonl, boards, console.
 
 metrics.jsonl holds one JSON object a line, of two kinds: a training step (with "loss") and a
 validation (with "valid_loss"). Bytes and times are those of rank 0.
@@ -10,6 +10,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from qsdp.trainer.boards import Board, metrics_of
+
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
 SPLIT = ("compute_s", "encode_s", "decode_s", "network_s")
@@ -29,11 +32,21 @@ _WARM_UP = 3  # steps that allocate buffers and start threads, left out of media
 
 
 class Metrics:
-    """Records of one run; `resume_step` drops what a former process wrote after that step."""
+    """Records of one run; `resume_step` drops what a former process wrote after that step.
 
-    def __init__(self, run_folder: Path, *, total_steps: int, resume_step: int, log_every: int):
-        from torch.utils.tensorboard import SummaryWriter
+    Args:
+        boards: get all numbers, too, and are closed with this.
+    """
 
+    def __init__(
+        self,
+        run_folder: Path,
+        *,
+        total_steps: int,
+        resume_step: int,
+        log_every: int,
+        boards: Sequence[Board] = (),
+    ) -> None:
         path = run_folder / METRICS
         kept = [line for line in read_metrics(path) if line["step"] <= resume_step]
         # Replaced as a whole, so that an interruption here cannot lose lines that are to be kept.
@@ -41,7 +54,7 @@ class Metrics:
         partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(partial, path)
         self._file = path.open("a", buffering=1)
-        self._board = SummaryWriter(str(run_folder / "tensorboard"), purge_step=resume_step + 1)
+        self._boards = boards
         self._console = Console(highlight=False)
         self._log_every = log_every
         self._total_steps = total_steps
@@ -96,13 +109,13 @@ class Metrics:
         if self._progress is not None:
             self._progress.stop()
         self._file.close()
-        self._board.close()
+        for board in self._boards:
+            board.close()
 
     def _write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")
-        for name, value in record.items():
-            if name not in ("step", "elapsed_s"):
-                self._board.add_scalar(name, value, record["step"])
+        for board in self._boards:
+            board.add(record["step"], metrics_of(record))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

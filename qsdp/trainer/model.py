@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -21,11 +21,15 @@ from transformers import (
 
 from qsdp.param_group import gather_asynchronously
 from qsdp.trainer.config import TrainConfig
+from qsdp.trainer.lora import add_adapters
 from qsdp.trainer.ranks import Ranks
 
 
 def build_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The whole model in float32; equal on all ranks, because the seed is."""
+    """The whole model in float32; with --lora the adapters, and all else frozen in bfloat16.
+
+    Equal on all ranks, because the seed is.
+    """
     torch.manual_seed(config.seed)
     if config.model is not None:
         model = _read_model(config)
@@ -33,7 +37,7 @@ def build_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreT
         vocab_size = max(config.vocab_size, len(tokenizer))
         model = new_model(config, vocab_size, tokenizer.eos_token_id)
     _check_fits(model, config, tokenizer)
-    return model
+    return model if config.lora is None else add_adapters(model, config)
 
 
 def new_model(config: TrainConfig, vocab_size: int, eos_token_id: int) -> PreTrainedModel:
@@ -63,7 +67,7 @@ def _read_model(config: TrainConfig) -> PreTrainedModel:
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,  # the other format runs code when it is read
-            dtype=torch.float32,
+            dtype=torch.float32 if config.lora is None else torch.bfloat16,
         )
     except Exception as error:  # safetensors raises its own Exception on a damaged file
         raise ValueError(f"--model {config.model} cannot be read: {error}") from error
@@ -92,7 +96,7 @@ def _check_fits(
 
 def shard(model: PreTrainedModel, config: TrainConfig, ranks: Ranks) -> None:
     """Wrap each block and then the whole for FSDP2, in place."""
-    mesh = init_device_mesh(ranks.device.type, (ranks.num_ranks,))
+    mesh = _mesh(config, ranks)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.precision == "bf16" else None,
         reduce_dtype=torch.bfloat16 if config.reduce_precision == "bf16" else torch.float32,
@@ -111,6 +115,15 @@ def shard(model: PreTrainedModel, config: TrainConfig, ranks: Ranks) -> None:
         _prefetch(model)
 
 
+def _mesh(config: TrainConfig, ranks: Ranks) -> DeviceMesh:
+    """One dimension of shards, or replicas of consecutive shards, which then share nodes."""
+    shards = ranks.num_ranks // config.replicate
+    if config.replicate == 1:
+        return init_device_mesh(ranks.device.type, (shards,))
+    shape, names = (config.replicate, shards), ("replicate", "shard")
+    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
+
+
 def _prefetch(model: nn.Module) -> None:
     """Start each gather one block early; without streams FSDP2 ends it before the block begins."""
     assert isinstance(model, FSDPModule)
@@ -124,14 +137,27 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
+class Count(NamedTuple):
+    """Elements of all parameters, and of those that are trained."""
+
+    parameters: int
+    trained: int
+
+
 def num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+    return count_parameters(model).parameters
+
+
+def count_parameters(model: nn.Module) -> Count:
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return Count(sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained))
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """AdamW; weight decay on matrices only."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
