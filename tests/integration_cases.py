@@ -15,12 +15,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import resume_cases
 import torch
 import torch.distributed as dist
 from fsdp_cases import raises_everywhere
 
 import qsdp
-from qsdp import Differences, Feedback, Learned, LevelSchedule, QSDPConfig, Quantizer, Ways
+from qsdp import QSDPConfig, Ways
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 W8G8 = QSDPConfig.preset("w8g8")
@@ -188,60 +189,6 @@ def case_trainer_mistakes(rank: int, folder: Path) -> None:
     assert not qsdp.is_quantized(model)
 
 
-def case_trainer_resumes(rank: int, folder: Path) -> None:
-    """From a checkpoint on as many ranks: losses and memory as without a break, bit for bit."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-
-    from qsdp.integrations.transformers import QSDPCallback
-
-    nearest = Quantizer(4, rounding="nearest")
-    learned = Learned(nearest, LevelSchedule(first_step=1, every=2))
-    config = QSDPConfig(weights=Differences(nearest), gradients=Feedback(learned))
-    text = list(Path(__file__).read_bytes())
-    windows = [text[start : start + 32] for start in range(2000)]
-
-    def train(resume: str | None, config: QSDPConfig) -> tuple[list[float], torch.nn.Module]:
-        torch.manual_seed(0)
-        shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_hidden_layers=1, **shape))
-        args = TrainingArguments(
-            output_dir=str(folder / "resumes"),
-            fsdp=True,
-            fsdp_config={"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
-            max_steps=6,
-            lr_scheduler_type="constant",
-            logging_steps=1,
-            save_steps=3,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-        )
-        data = [{"input_ids": window, "labels": window} for window in windows]
-        callback = QSDPCallback(config)
-        trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[callback])
-        trainer.train(resume_from_checkpoint=resume)
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        return losses, trainer.model_wrapped
-
-    middle = folder / "resumes" / "checkpoint-3"
-    with fsdp_on_cpu():
-        whole, model = train(None, config)
-        expected = qsdp.comm_state_dict(model)
-        assert (middle / f"qsdp-rank{rank}.safetensors").is_file()
-        resumed, model = train(str(middle), config)
-        assert resumed == whole
-        found = qsdp.comm_state_dict(model)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in found)
-        dist.barrier()
-        (middle / f"qsdp-rank{rank}.safetensors").unlink()
-        dist.barrier()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            train(str(middle), config)
-        assert any("remembered when this checkpoint" in str(w.message) for w in caught)
-
-
 def case_lightning(rank: int, folder: Path) -> Result:
     import lightning_fsdp2 as example
 
@@ -342,12 +289,14 @@ def case_axolotl_plugin(rank: int, folder: Path) -> None:
 
 
 CASES = {name: fn for name, fn in list(globals().items()) if name.startswith("case_")}
-# Two launches: what runs together imports the same packages.
-HUGGING_FACE = ("accelerate", "trainer", "axolotl")
+# A launch for each: what runs together imports the same packages.
+HUGGING_FACE = ("accelerate", "trainer", "axolotl", "verl", "trl")
 LAUNCHES = [
-    [name for name in CASES if name.removeprefix("case_").startswith(HUGGING_FACE) == here]
+    [name for name in cases if name.removeprefix("case_").startswith(HUGGING_FACE) == here]
+    for cases in (CASES, resume_cases.CASES)
     for here in (True, False)
 ]
+CASES |= resume_cases.CASES
 
 
 def run_cases(rank: int, names: list[str], folder: str) -> dict[str, str | Result | None]:

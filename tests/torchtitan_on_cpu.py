@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import qsdp
-from qsdp.integrations.torchtitan import quantized_spec
+from qsdp.integrations.torchtitan import quantized_spec, save_comm_state
 
 CPU = SimpleNamespace(
     set_device=lambda device: None,
@@ -55,12 +55,21 @@ def summing(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module
     return parallelize
 
 
-def train(comm: str, folder: Path, steps: int) -> dict[str, object]:
+def train(
+    comm: str | qsdp.QSDPConfig,
+    folder: Path,
+    steps: int,
+    *,
+    checkpoint_every: int = 0,
+    load_step: int = 0,
+    shard: bool = True,
+) -> dict[str, object]:
     """Train torchtitan's debug model with its own trainer; files are made in ``folder`` before.
 
-    ``comm`` is "stock", a preset, or "raw": qsdp's collectives in full precision.
+    ``comm`` is "stock", a preset, a configuration, or "raw": qsdp's collectives in full precision.
+    With ``load_step``, it goes on from the checkpoint of that step; without ``shard``, with DDP.
     """
-    name = f"test_{comm}"
+    name = f"test_{comm if isinstance(comm, str) else 'config'}_{load_step}_{shard}"
     spec = train_spec.get_train_spec("llama3")
     if comm in ("stock", "w32g32"):
         spec = replace(spec, parallelize_fn=summing(spec.parallelize_fn))
@@ -82,15 +91,32 @@ def train(comm: str, folder: Path, steps: int) -> dict[str, object]:
     config.metrics.log_freq = 1
     config.debug.seed = 0
     config.activation_checkpoint.mode = "none"
+    if not shard:
+        parallelism = config.parallelism
+        parallelism.data_parallel_shard_degree, parallelism.data_parallel_replicate_degree = 1, 2
+    config.checkpoint.enable = bool(checkpoint_every)
+    config.checkpoint.interval = checkpoint_every
+    config.checkpoint.load_step = load_step or -1
+    config.checkpoint.keep_latest_k = 0
+    config.checkpoint.last_save_model_only = False
     with mock.patch.object(dist, "init_process_group"):  # the test has one already
         trainer = Trainer(config)
+    if comm != "stock":
+        save_comm_state(trainer)
     losses: list[float] = []
     trainer.metrics_processor.log = lambda step, loss, *args, **kwargs: losses.append(float(loss))
     trainer.train()
     trainer.close()
     model = trainer.model_parts[0]
-    stats = qsdp.comm_stats(model) if qsdp.is_quantized(model) else qsdp.CommStats()
-    return {"losses": losses, "sent": stats.sent, "stock_sent": stats.stock_sent}
+    quantized = shard and qsdp.is_quantized(model)
+    stats = qsdp.comm_stats(model) if quantized else qsdp.CommStats()
+    state = qsdp.comm_state_dict(model) if quantized else {}
+    return {
+        "losses": losses,
+        "sent": stats.sent,
+        "stock_sent": stats.stock_sent,
+        "state": {name: value.clone() for name, value in state.items()},
+    }
 
 
 def make_files(folder: Path) -> None:

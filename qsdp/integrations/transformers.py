@@ -1,20 +1,27 @@
-"""Hugging Face ``Trainer``: ``Trainer(..., callbacks=[QSDPCallback(config)])``."""
+"""Hugging Face ``Trainer``: ``Trainer(..., callbacks=[QSDPCallback(config)])`` with FSDP2.
+
+With DDP: ``trainer.add_callback(QSDPDDPCallback(trainer, config))``.
+"""
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
-from qsdp import QSDPConfig, apply_qsdp, comm_state_dict, is_quantized, load_comm_state_dict
+from qsdp import QSDPConfig, QuantizedDDPState, apply_qsdp, is_quantized, quantized_ddp_hook
+from qsdp.integrations.files import (
+    load_comm_state,
+    load_ddp_state,
+    save_comm_state,
+    save_ddp_state,
+)
 from qsdp.integrations.numbers import CommNumbers
 
 try:
-    from safetensors.torch import load_file, save_file
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError as error:
@@ -33,7 +40,9 @@ class QSDPCallback(TrainerCallback):  # type: ignore[misc]
     weights in the last step's forward from the full-precision ones.
 
     What communication remembers is saved with Trainer's checkpoints, a file a rank, and training
-    that continues from a checkpoint in ``output_dir`` continues with it.
+    that continues from a checkpoint in ``output_dir`` continues with it. With
+    ``load_best_model_at_end``, the best checkpoint's comes back with its weights, so that an
+    evaluation gives what it gave then.
 
     Trainer tells its own reporters (TensorBoard, ...) before the callbacks it was given. To have
     the numbers there too, put this one first:
@@ -85,15 +94,20 @@ class QSDPCallback(TrainerCallback):  # type: ignore[misc]
         self._model = model
         self._numbers = CommNumbers(model) if is_quantized(model) else None
         if state.global_step:
-            _load_state(model, args, state)
+            load_comm_state(model, _folder(args, state))
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         assert self._model is not None, "Trainer trains before it saves"
-        remembered = comm_state_dict(self._model)
-        if remembered:
-            save_file(remembered, _file(args, state, dist.get_rank()))
+        save_comm_state(self._model, _folder(args, state))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        best = state.best_model_checkpoint
+        if self._model is not None and args.load_best_model_at_end and best is not None:
+            load_comm_state(self._model, Path(best))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -116,29 +130,59 @@ class QSDPCallback(TrainerCallback):  # type: ignore[misc]
         state.log_history[-1].update(numbers)
 
 
+class QSDPDDPCallback(TrainerCallback):  # type: ignore[misc]
+    """Quantizes the gradients of a Trainer that runs DistributedDataParallel.
+
+    Registers :func:`qsdp.quantized_ddp_hook` when training begins. Its errors to feed back are
+    saved with checkpoints, a file a rank, and taken up again from a checkpoint in ``output_dir``.
+
+    Args:
+        trainer: the one that it is added to; it alone knows the wrapped model.
+        config: equal on all ranks; the name of a preset will do (``"w32g8"``).
+        warmup_steps: as many steps first in full precision.
+
+    Raises:
+        ValueError: at the start of training, if the model is not wrapped with DDP.
+    """
+
+    def __init__(self, trainer: Any, config: QSDPConfig | str, *, warmup_steps: int = 0) -> None:
+        self.config = QSDPConfig.of(config, "QSDPDDPCallback")
+        self.warmup_steps = warmup_steps
+        self.state: QuantizedDDPState | None = None
+        self._trainer = trainer
+        self._model: DistributedDataParallel | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        model = self._trainer.model_wrapped
+        if not isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                "QSDPDDPCallback needs DistributedDataParallel and this Trainer has "
+                f"{type(model).__name__}: start the script with torchrun, on two ranks or more, or "
+                "with FSDP2 use QSDPCallback"
+            )
+        if self.state is None or model is not self._model:  # not trainer.train() a second time
+            self.state = QuantizedDDPState(model, self.config, warmup_steps=self.warmup_steps)
+            model.register_comm_hook(self.state, quantized_ddp_hook)
+            self._model = model
+        if state.global_step:
+            load_ddp_state(self.state, _folder(args, state))
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        assert self.state is not None, "Trainer trains before it saves"
+        save_ddp_state(self.state, _folder(args, state))
+
+
 def _is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def _load_state(model: nn.Module, args: TrainingArguments, state: TrainerState) -> None:
-    """Continue with what this rank saved, or where there are more ranks now, with rank 0's."""
-    if not comm_state_dict(model):
-        return
-    found = [_file(args, state, rank) for rank in (dist.get_rank(), 0)]
-    found = [file for file in found if file.is_file()]
-    if not found:
-        warnings.warn(
-            f"qsdp: {_file(args, state, dist.get_rank())} is missing: what communication "
-            "remembered when this checkpoint was saved starts afresh",
-            stacklevel=2,
-        )
-    load_comm_state_dict(model, load_file(found[0]) if found else {})
-
-
-def _file(args: TrainingArguments, state: TrainerState, rank: int) -> Path:
-    """In the checkpoint of the current step."""
-    folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-    return folder / f"qsdp-rank{rank}.safetensors"
+def _folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """The checkpoint of the current step."""
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
 def _logs_after(args: TrainingArguments, state: TrainerState) -> bool:
