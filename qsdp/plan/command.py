@@ -80,9 +80,9 @@ def run(argv: list[str]) -> int:
         from qsdp.plan import survey
 
         return survey.run(as_json=options.json, plot=options.plot)
-    chosen, measured = _case(options)
     if options.runs:
         return _runs(options)
+    chosen, measured = _case(options)
     answers = plan(chosen)
     if options.plot is not None:
         from qsdp.plan.plots import plot_steps
@@ -95,7 +95,6 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def plan(chosen: Case) -> list[Answer]:
 def _runs(options: argparse.Namespace) -> int:
     from qsdp.plan import runs
 
@@ -107,6 +106,7 @@ def _runs(options: argparse.Namespace) -> int:
     return runs.run(options.runs, bandwidths, latency_us, as_json=options.json)
 
 
+def plan(chosen: Case) -> list[Answer]:
     """Every variant at every bandwidth, the first variant being the baseline.
 
     Raises:
@@ -205,7 +205,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--configs", nargs="+", metavar="NAME", help=f"the first is the baseline: {VARIANTS}")
     add("--measure", action="store_true", help="take codec and link rates from this machine")
     add("--survey", action="store_true", help="8 to 4096 ranks, 1B to 70B, 1 to 400 Gbit/s")
-    add("--plot", type=Path, metavar="FILE", help="also draw step time against bandwidth (PNG)")
     add(
         "--runs",
         type=Path,
@@ -214,6 +213,7 @@ def _parser() -> argparse.ArgumentParser:
         help="instead: what these runs of qsdp train would have taken with each rank on a machine "
         "of its own, by what they measured; takes --bandwidth, --latency-us and --json",
     )
+    add("--plot", type=Path, metavar="FILE", help="also draw step time against bandwidth (PNG)")
     add("--json", action="store_true", help="print a list of objects in place of the table")
     return parser
 
