@@ -78,7 +78,7 @@ class _File:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Flags(TrainConfig, _File):
-    """Pretrain, continue or fine-tune a causal language model with quantized communication."""
+    """Train or fine-tune a causal language model with quantized communication."""
 
     def __post_init__(self) -> None:
         """Nothing is checked before file and flags are together."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import torch
@@ -70,5 +71,7 @@ def master_validation_loss(
     try:
         return validation_loss(model, tokens, config, ranks, limit=limit)
     finally:
-        quantize_communication(model, config)
+        with warnings.catch_warnings():  # what it warns of was told when the run began
+            warnings.simplefilter("ignore")
+            quantize_communication(model, config)
         qsdp.load_comm_state_dict(model, state)

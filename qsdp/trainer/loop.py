@@ -6,6 +6,8 @@ import math
 import shlex
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -93,7 +95,8 @@ def train(config: TrainConfig) -> None:
         count = count_parameters(model)
         shard(model, config, ranks)
         optimizer = build_optimizer(model, config)
-        together(lambda: quantize_communication(model, config))
+        with _warnings_on_a_line(ranks):
+            together(lambda: quantize_communication(model, config))
         start = Progress(0, 0.0)
         if resume is not None:
             start = _resume(resume, config, ranks, data, model, optimizer)
@@ -160,10 +163,11 @@ def _headline(run: Run, count: Count, resume: Path | None) -> str:
     source = f", resumed from {resume}" if resume is not None else ""
     trained = "" if config.lora is None else f", {count.trained:,} of them trained"
     replicas = "" if config.replicate == 1 else f", {config.replicate} replicas"
+    num_ranks = run.ranks.num_ranks
     return (
         f"{config.run_folder}: {count.parameters:,} parameters{trained}, {config.comm_name}, "
-        f"{run.ranks.num_ranks} ranks on {run.ranks.device.type}{replicas}, {config.steps} steps "
-        f"of {config.batch_size} x {config.sequence_length} tokens{source}"
+        f"{num_ranks} rank{'s' * (num_ranks > 1)} on {run.ranks.device.type}{replicas}, "
+        f"{config.steps} steps of {config.batch_size} x {config.sequence_length} tokens{source}"
     )
 
 
@@ -213,12 +217,19 @@ def _resume_communication(
     path: Path, saved: Description, model: PreTrainedModel, ranks: Ranks
 ) -> None:
     state = load_comm(path, saved, qsdp.comm_state_dict(model))
-    with warnings.catch_warnings(record=True) as caught:  # all ranks have the same, one tells
-        warnings.simplefilter("always")
+    with _warnings_on_a_line(ranks):
         together(lambda: qsdp.load_comm_state_dict(model, state))
+
+
+@contextmanager
+def _warnings_on_a_line(ranks: Ranks) -> Iterator[None]:
+    """Warnings without the line of code that gave them; all ranks have the same, one tells."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
     if ranks.rank == 0:
         for warning in caught:
-            print(f"qsdp train: warning: {str(warning.message).removeprefix('qsdp: ')}")
+            print(f"qsdp train: warning: {str(warning.message).removeprefix('qsdp: ')}", flush=True)
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, list[int]]:
