@@ -44,7 +44,7 @@ from qsdp.trainer.tokenizer import encode, load_tokenizer, train_tokenizer
         ({"steps": 0}, "--steps must be at least 1, got 0"),
         ({"width": 100, "heads": 3}, "--width must be a multiple of --heads 3, got 100"),
         ({"valid_fraction": 1.0}, "--valid-fraction must be at least 0 and below 1, got 1.0"),
-        ({"ranks_per_node": 1}, "--ranks-per-node must be at least 2, or left out, got 1"),
+        ({"ranks_per_node": 0}, "--ranks-per-node must be at least 1, or left out, got 0"),
         ({"micro_batch_size": 0}, "--micro-batch-size must be at least 1, got 0"),
         ({"data": (Path("a"),), "dataset": "c4"}, "--data and --dataset exclude each other"),
         ({"valid": Path("a")}, "--valid needs --data or --dataset"),
@@ -82,7 +82,7 @@ def test_configuration_survives_json():
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ({"colour": 1}, "unknown field 'colour': it is no option of qsdp train"),
+        ({"zebra": 1}, "unknown field 'zebra': it is no option of qsdp train"),
         ({"stepz": 1}, "unknown field 'stepz'; did you mean steps?"),
         ({"steps": "12"}, '--steps must be an integer, got "12"'),
         ({"steps": 1.0}, "--steps must be an integer, got 1.0"),
