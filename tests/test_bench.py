@@ -194,7 +194,7 @@ def test_check_says_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_check_fails_on_a_difference(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(check, "backend_for", lambda device: WrongCodes)
+    monkeypatch.setattr("qsdp.kernels.backend_for", lambda device: WrongCodes)
     assert check.main([]) == 1
     printed = capsys.readouterr().out
     assert "DIFFERS" in printed and "encode: 4 bits, stochastic, bfloat16" in printed
