@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qsdp.auto import Decision, apply_qsdp, decide
     from qsdp.collectives import (
         all_gather_quantized,
         all_reduce_quantized,
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from qsdp.config import QSDPConfig
     from qsdp.ddp import QuantizedDDPState, quantized_ddp_hook
     from qsdp.decoded import decoded_state_dict, decoded_weights
-    from qsdp.fsdp import apply_qsdp, comm_stats, is_quantized, observe_comms, remove_qsdp
+    from qsdp.fsdp import comm_stats, is_quantized, observe_comms, remove_qsdp
     from qsdp.levels import LevelSchedule
     from qsdp.quantizer import Quantizer
     from qsdp.rows import decode, encode, wire_bytes
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CommStats",
+    "Decision",
     "Differences",
     "Feedback",
     "Learned",
@@ -42,6 +44,7 @@ __all__ = [
     "apply_qsdp",
     "comm_state_dict",
     "comm_stats",
+    "decide",
     "decode",
     "decoded_state_dict",
     "decoded_weights",
@@ -57,11 +60,12 @@ __all__ = [
 
 # Where each name is defined; the imports above say the same to type checkers and editors.
 _NAMES = {
+    "auto": ("Decision", "apply_qsdp", "decide"),
     "collectives": ("all_gather_quantized", "all_reduce_quantized", "reduce_scatter_quantized"),
     "config": ("QSDPConfig",),
     "ddp": ("QuantizedDDPState", "quantized_ddp_hook"),
     "decoded": ("decoded_state_dict", "decoded_weights"),
-    "fsdp": ("apply_qsdp", "comm_stats", "is_quantized", "observe_comms", "remove_qsdp"),
+    "fsdp": ("comm_stats", "is_quantized", "observe_comms", "remove_qsdp"),
     "levels": ("LevelSchedule",),
     "quantizer": ("Quantizer",),
     "rows": ("decode", "encode", "wire_bytes"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -66,17 +67,17 @@ def apply_qsdp(model: nn.Module, config: QSDPConfig | str) -> nn.Module:
     facts: dict[str, Any] = {}
     error: Exception | None = None
     try:
-        _check_comms(handles)
+        check_comms(handles)
         config = QSDPConfig.of(config, "apply_qsdp")
         config.require_matches([name for h in handles for names in h.aliases for name in names])
         _check_topology(handles, config)
-        facts = _facts(config, handles)
+        facts = facts_of(config.to_json(), handles)
     except (TypeError, ValueError) as raised:
         error = raised
     require_agreement_in(groups_of(handles), facts, error)
     assert isinstance(config, QSDPConfig)
     remove_qsdp(model)
-    exact = _exact_by_model(model)
+    exact = exact_by_model(model)
     units = [Unit(handle, config, exact) for handle in handles]
     for unit in units:
         _install(unit)
@@ -125,7 +126,7 @@ def observe_comms(model: nn.Module) -> nn.Module:
     microseconds a call. :func:`remove_qsdp` takes it off. Returns ``model``.
     """
     handles = find_param_groups(model)
-    _check_comms(handles)
+    check_comms(handles)
     _check_complete(handles)
     for handle in handles:
         if not isinstance(handle.all_gather_comm, ObservedAllGather):
@@ -213,7 +214,7 @@ def units_of(model: nn.Module) -> list[Unit]:
     return [unit for unit in found if isinstance(unit, Unit)]
 
 
-def _exact_by_model(model: nn.Module) -> list[str]:
+def exact_by_model(model: nn.Module) -> list[str]:
     """Patterns of what transformers keeps in float32 in this model."""
     parts: set[str] = set()
     for module in model.modules():
@@ -238,7 +239,8 @@ def _check_complete(handles: list[ParamGroup]) -> None:
             )
 
 
-def _check_comms(handles: list[ParamGroup]) -> None:
+def check_comms(handles: list[ParamGroup]) -> None:
+    """Raises ValueError where somebody else has replaced a collective."""
     for handle in handles:
         for comm in (handle.all_gather_comm, handle.reduce_scatter_comm):
             ours = isinstance(comm, ObservedAllGather | ObservedReduceScatter)
@@ -281,35 +283,41 @@ def _tell_of_nodes(units: list[Unit], config: QSDPConfig) -> None:
 
 
 def _warn_of_nothing(units: list[Unit], config: QSDPConfig) -> None:
-    """What was asked for and cannot act is said once, when it is asked for."""
+    """What was asked for and cannot act is said once, to the caller of :func:`qsdp.apply_qsdp`."""
+    if not any((*config.ways("weights"), *config.ways("gradients"), config.replicas)):
+        return
     shapes = [shape for unit in units for shape in unit.handle.shapes]
     if all(config.is_vector(shape) for shape in shapes):
         warnings.warn(
             f"qsdp: nothing in this model is quantized: no parameter has two dimensions and "
             f"{config.min_numel} elements; lower QSDPConfig(min_numel=...)",
-            stacklevel=3,
+            stacklevel=4,
         )
     if config.inside_node and not any(unit.reduce_route.two_level for unit in units):
         warnings.warn(
             "qsdp: QSDPConfig(inside_node=...) has no effect: no FSDP group of this model has "
             "several nodes of several ranks",
-            stacklevel=3,
+            stacklevel=4,
         )
     if all(unit.handle.group.size() == 1 for unit in units):
         warnings.warn(
             "qsdp: every FSDP group of this model has one rank, so nothing is sent and nothing "
             "quantized",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
-def _facts(config: QSDPConfig, handles: list[ParamGroup]) -> dict[str, Any]:
-    """What must be equal on all ranks, as JSON values."""
-    facts = config.to_json()
+def facts_of(asked: Mapping[str, Any] | str, handles: list[ParamGroup]) -> dict[str, Any]:
+    """What must be equal on all ranks, as JSON values.
+
+    Args:
+        asked: a configuration's JSON values, or a word in place of one.
+    """
+    exceptions = () if isinstance(asked, str) else asked["exceptions"]
     return {
         "torch": torch.__version__,
-        "QSDPConfig": facts,
-        "order of QSDPConfig.exceptions": list(facts["exceptions"]),
+        "QSDPConfig": asked,
+        "order of QSDPConfig.exceptions": list(exceptions),
         "parameters": {
             name: str(tuple(shape))
             for handle in handles

@@ -36,15 +36,17 @@ LAYERS = (
     {"comms"},
     {"fsdp", "ddp"},
     {"state", "decoded"},
+    {"plan"},
+    {"auto"},
     {""},  # the package itself: public names
     {"check"},
     {"trainer", "integrations"},
-    {"bench", "plan", "sweep", "tune"},
+    {"bench", "sweep", "tune"},
     {"cli"},
     {"__main__"},
 )
 # Beside the core, which is all else.
-BESIDE = {"arguments", "trainer", "bench", "plan", "sweep", "tune", "integrations"}
+BESIDE = {"arguments", "auto", "trainer", "bench", "plan", "sweep", "tune", "integrations"}
 # Files that were checked against one version of torch.
 PRIVATE = {"qsdp/param_group.py", "qsdp/contract.py", "qsdp/buffers.py", "qsdp/stats.py"}
 # Underscores that are no privates: a named tuple's methods, and what is documented for users.

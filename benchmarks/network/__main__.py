@@ -3,8 +3,9 @@
     python -m benchmarks.network      in a checkout, as root
 
 Makes hosts out of network namespaces on this machine, starts torchrun in each, and times the
-trainer's own step at one bandwidth after another: stock FSDP2 beside qsdp, in turn. Needs Linux and
-root. The hosts and all processes in them are gone afterwards, also after Ctrl-C or a failure.
+trainer's own step at one bandwidth after another: stock FSDP2 beside qsdp, in turn. Asks at each
+what apply_qsdp(model, "auto") would choose. Needs Linux and root. The hosts and all processes in
+them are gone afterwards, also after Ctrl-C or a failure.
 
 The hosts share this machine's cores, so computation is what it would be on slow accelerators;
 other work on the machine shows in every number.
@@ -24,7 +25,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.network import report
+from benchmarks.network import auto, report
 from benchmarks.network.hosts import INTERFACE, Hosts, require_privileges
 from benchmarks.network.remote import Control
 from qsdp.bench.launch import torchrun
@@ -36,8 +37,10 @@ ROOT = Path(__file__).parents[2]
 NAME = "python -m benchmarks.network"
 GBPS = (None, 10.0, 1.0, 0.5, 0.2, 0.1, 0.05)
 FLAT_GBPS = (None, 0.2, 0.1)
-VARIANTS = ("stock-fp32", "stock-bf16", "qsdp-fp32", "w8g8", "w4g4", "w8g8-bf16", "w4g4-bf16")
-FLAT_VARIANTS = ("stock-fp32", "w8g8-flat", "w8g8")
+VARIANTS = ("stock-fp32", "stock-bf16", "qsdp-fp32", "qsdp-bf16", "w8g8", "w4g4", "w8g8-bf16",
+            "w4g4-bf16")  # fmt: skip
+FLAT_VARIANTS = ("stock-fp32", "qsdp-fp32-flat", "qsdp-fp32", "w8g8-flat", "w8g8", "w4g4-flat",
+                 "w4g4")  # fmt: skip
 MASTER_PORT = 29500
 NETWORK_SHARE = 0.75
 
@@ -190,10 +193,12 @@ def _measure_layout(
     prepared = control.ask({"do": "prepare", "variants": list(variants)})
     links = control.ask({"do": "links", "mib": 4})["links"]
     cells: list[dict[str, Any]] = []
+    decided: list[dict[str, Any]] = []
 
     def measure(limit: float | None) -> None:
         hosts.limit(limit)
         started = time.monotonic()
+        decided.extend(control.ask({"do": "decide", "gbps": limit}).values())
         request = {"do": "steps", "steps": options.steps, "warm_up": options.warm_up}
         cells.extend(report.cells(limit, control.ask(request)))
         times = "  ".join(f"{c['variant']} {c['step_s']:.2f}" for c in cells[-len(variants) :])
@@ -213,6 +218,7 @@ def _measure_layout(
         "links_without_limit": links,
         "gbps_of_network_share": at,
         "cells": report.with_speedups(cells),
+        "auto": auto.with_steps(decided, cells),
     }
 
 

@@ -7,6 +7,7 @@ A request is one line of JSON, and so is the answer:
 
     {"do": "prepare", "variants": [...]}            -> {"parameters": n}
     {"do": "links", "mib": m}                       -> {"links": [...]}
+    {"do": "decide", "gbps": g}                     -> {precision: row, ...}
     {"do": "steps", "steps": n, "warm_up": w}       -> {variant: [[sample, ...], ...]}
     {"do": "end"}                                   -> {}
 
@@ -24,6 +25,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import qsdp
+from benchmarks.network.auto import precision_of, row
 from benchmarks.network.hosts import sent_bytes
 from qsdp.agreement import all_gather_json
 from qsdp.bench.link import measure_links
@@ -123,6 +126,7 @@ class _Worker:
         do: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "prepare": self._prepare,
             "links": self._links,
+            "decide": self._decide,
             "steps": self._steps,
             "end": lambda request: {},
         }
@@ -145,6 +149,17 @@ class _Worker:
     def _links(self, request: dict[str, Any]) -> dict[str, Any]:
         links = measure_links(self._ranks.device, round(request["mib"] * 2**20))
         return {"links": [link._asdict() for link in links]}
+
+    def _decide(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What auto would choose now, for a model of each precision that is measured."""
+        models = {
+            precision_of(name): contender.training.model
+            for name, contender in self._contenders.items()
+        }
+        return {
+            precision: row(request["gbps"], precision, qsdp.decide(model))
+            for precision, model in sorted(models.items(), reverse=True)
+        }
 
     def _steps(self, request: dict[str, Any]) -> dict[str, Any]:
         steps, warm_up = request["steps"], request["warm_up"]

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.network import auto
 from qsdp.bench import output
 from qsdp.bench.steps import TIMES, Sample, medians
 from qsdp.columns import format_columns
@@ -110,6 +111,8 @@ def format_report(found: Mapping[str, Any]) -> str:
         lines += ["", f"{hosts} hosts with {ranks} rank{'s' * (ranks > 1)} each", ""]
         lines.append(_table(layout["cells"]))
         lines += ["", *verdicts(layout)]
+        if layout.get("auto"):
+            lines += ["", auto.format_rows(layout["auto"], speed)]
     return "\n".join(lines)
 
 

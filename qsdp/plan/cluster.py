@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from qsdp.plan.measured import Measured
 from qsdp.plan.sizes import Rows
 
 SUM_BYTES = 4  # of a value that one level of a reduce-scatter hands to the other
@@ -64,6 +65,7 @@ class Cluster:
             32 bits each in float32.
         overlap: whether collectives run beside the computation, as on GPUs.
         gloo: facts about gloo, None for NCCL.
+        measured: seconds that count in place of what rates and latencies give; bytes stay.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Cluster:
     codec_gbps: float
     overlap: bool = True
     gloo: Gloo | None = None
+    measured: Measured | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -108,6 +111,34 @@ def gbps_of(num_bytes: float, seconds: float) -> float:
 
 def gather_cost(rows: Rows, cluster: Cluster) -> Collective:
     """The all-gather of a unit's weights."""
+    cost, found = _gather_cost(rows, cluster), cluster.measured
+    if found is None or cost is NOTHING:
+        return cost
+    if not rows.own_gather:
+        return cost._replace(network_s=found.stock_gather.seconds(rows.plain_weights))
+    coding = found.coding
+    codec = rows.numel * (coding.own_weights + cluster.num_ranks * coding.every_weights)
+    return cost._replace(network_s=found.gather.seconds(rows.weights), codec_s=codec)
+
+
+def reduce_cost(rows: Rows, cluster: Cluster) -> Collective:
+    """The reduce-scatter of a unit's gradients."""
+    cost, found = _reduce_cost(rows, cluster), cluster.measured
+    if found is None or cost is NOTHING:
+        return cost
+    if not rows.own_reduce:
+        return cost._replace(network_s=found.stock_reduce.seconds(rows.plain_gradients))
+    network, codec = found.reduce.seconds(rows.gradients), 0.0
+    coded = rows.reduced * cluster.num_ranks
+    if rows.two_level and found.inside is not None:
+        network += found.inside.seconds(rows.inside_node)
+        codec = coded * (found.plain.encode_gradients + found.plain.decode_gradients)
+        coded = rows.reduced * cluster.nodes
+    codec += coded * (found.coding.encode_gradients + found.coding.decode_gradients)
+    return cost._replace(network_s=network, codec_s=codec)
+
+
+def _gather_cost(rows: Rows, cluster: Cluster) -> Collective:
     ranks, nodes, per_node = cluster.num_ranks, cluster.nodes, cluster.ranks_per_node
     if ranks == 1 or not rows.numel:
         return NOTHING
@@ -126,10 +157,9 @@ def gather_cost(rows: Rows, cluster: Cluster) -> Collective:
     return Collective(egress, seconds + _inside(rows.weights, cluster), codec)
 
 
-def reduce_cost(rows: Rows, cluster: Cluster) -> Collective:
-    """The reduce-scatter of a unit's gradients."""
+def _reduce_cost(rows: Rows, cluster: Cluster) -> Collective:
     ranks, nodes, per_node = cluster.num_ranks, cluster.nodes, cluster.ranks_per_node
-    if ranks == 1 or not rows.numel:
+    if ranks == 1 or not rows.reduced:
         return NOTHING
     if not rows.own_reduce:
         # gloo has no reduce-scatter: torch does an all-reduce, twice the bytes.
@@ -138,7 +168,7 @@ def reduce_cost(rows: Rows, cluster: Cluster) -> Collective:
     if rows.two_level:
         egress = per_node * (nodes - 1) * rows.gradients
         seconds = _inside(rows.inside_node, cluster) + _swap(egress, cluster)
-        coded += 2 * nodes * rows.numel * SUM_BYTES
+        coded += 2 * nodes * rows.reduced * SUM_BYTES
     else:
         egress = per_node * (ranks - per_node) * rows.gradients
         inside = seconds_at((per_node - 1) * rows.gradients, cluster.intra_gbps)

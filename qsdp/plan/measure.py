@@ -9,13 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qsdp.config import QSDPConfig
 from qsdp.plan.cluster import gbps_of
+from qsdp.plan.coding import measure_coding
 from qsdp.quantizer import Quantizer
-from qsdp.rows import decode_rows, encode_rows
-from qsdp.wire import tensor_layout
-
-VALUES = 1 << 22
-REPETITIONS = 7
 
 
 class Rates(NamedTuple):
@@ -50,18 +47,6 @@ def measure_rates() -> Rates:
 
 def _codec_gbps(device: torch.device) -> float:
     """Gbit/s of float32 values, the mean of encoding and decoding."""
-    from qsdp.bench.timing import median_seconds
-
-    layout = tensor_layout(VALUES, Quantizer(8))
-    values = torch.randn(1, VALUES, device=device)
-    wire = torch.empty(1, layout.row_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(values)
-    seconds = median_seconds(
-        {
-            "encode": lambda: encode_rows(values, layout, wire, key=1),
-            "decode": lambda: decode_rows(wire, layout, target),
-        },
-        device,
-        repetitions=REPETITIONS,
-    )
-    return gbps_of(2 * values.nbytes, sum(seconds.values()))
+    eight = QSDPConfig(Quantizer(8), None)
+    coding = measure_coding(eight, torch.float32, torch.float32, device)
+    return gbps_of(2 * torch.float32.itemsize, coding.own_weights + coding.every_weights)

@@ -20,13 +20,19 @@ class Parameter:
     Attributes:
         names: for the patterns of ``QSDPConfig(exceptions=...)``; tied ones have several.
         shape: unsharded.
+        trains: whether it has a gradient.
+        shard: values that each rank holds where that is known; by shape and ranks otherwise.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
+    trains: bool = True
+    shard: int | None = None
 
     def shard_numel(self, num_ranks: int) -> int:
         """Values that each rank holds, padding included."""
+        if self.shard is not None:
+            return self.shard
         return -(-self.shape[0] // num_ranks) * math.prod(self.shape[1:])
 
 
@@ -110,6 +116,7 @@ class Rows(NamedTuple):
 
     Attributes:
         numel: values, padding included.
+        reduced: of these the ones with a gradient.
         plain_weights, plain_gradients: bytes of the values in the dtype that FSDP2 hands over.
         weights: bytes on the wire.
         gradients: the same; with two levels, between nodes.
@@ -120,6 +127,7 @@ class Rows(NamedTuple):
     """
 
     numel: int
+    reduced: int
     plain_weights: int
     plain_gradients: int
     weights: int
@@ -144,18 +152,24 @@ def unit_rows(
     ways = [config.ways_of(parameter.names, parameter.shape) for parameter in unit]
     numel, two_level = sum(sizes), (config.ranks_per_node or 1) > 1
 
+    trained = [parameter.trains for parameter in unit]
+
     def row_bytes(direction: Direction, dtype: torch.dtype) -> int:
-        chosen = [way[direction] for way in ways]
-        return row_layout(sizes, chosen, direction, dtype, config.verify).row_bytes
+        there = [direction == "weights" or trains for trains in trained]
+        chosen = [way[direction] for way, is_there in zip(ways, there, strict=True) if is_there]
+        lengths = [size for size, is_there in zip(sizes, there, strict=True) if is_there]
+        return row_layout(lengths, chosen, direction, dtype, config.verify).row_bytes
 
     # A direction in which nothing is quantized is left to FSDP2.
     own_gather = config.weights is not None or any(way["weights"] for way in ways)
     own_reduce = config.gradients is not None or any(way["gradients"] for way in ways)
-    weights, gradients = numel * weight_dtype.itemsize, numel * gradient_dtype.itemsize
+    reduced = sum(size for size, trains in zip(sizes, trained, strict=True) if trains)
+    weights, gradients = numel * weight_dtype.itemsize, reduced * gradient_dtype.itemsize
     # Between nodes travel sums, which are float32.
     reduced_dtype = torch.float32 if two_level else gradient_dtype
     return Rows(
         numel,
+        reduced,
         weights,
         gradients,
         row_bytes("weights", weight_dtype) if own_gather else weights,

@@ -14,12 +14,14 @@ import torch
 
 from qsdp.config import QSDPConfig
 
-UNQUANTIZED = "qsdp-fp32"
+UNQUANTIZED = QSDPConfig(exceptions={"*": None})
+"""qsdp's transport, with nothing quantized."""
 HELP = (
-    "stock-fp32, stock-bf16, stock-w{16|32}g{16|32} (FSDP2 as it is); qsdp-fp32 (qsdp's transport, "
-    "nothing quantized); a preset such as w8g8 (two-level where nodes have several ranks), with "
-    "-flat for flat collectives; FILE.json with fields of QSDPConfig (two-level where it sets "
-    "ranks_per_node); these two with -bf16 at the end to compute in bfloat16"
+    "stock-fp32, stock-bf16, stock-w{16|32}g{16|32} (FSDP2 as it is); qsdp-fp32, qsdp-bf16 (qsdp's "
+    "transport, nothing quantized) or a preset such as w8g8, both two-level where nodes have "
+    "several ranks and with -flat for flat collectives; FILE.json with fields of QSDPConfig "
+    "(two-level where it sets ranks_per_node); presets and files with -bf16 at the end to compute "
+    "in bfloat16"
 )
 _STOCK = {"stock-fp32": "stock-w32g32", "stock-bf16": "stock-w16g16"}
 _NOTHING_QUANTIZED = QSDPConfig(None, None)
@@ -92,8 +94,9 @@ def parse_variant(name: str) -> Variant:
     """
     if stock := re.fullmatch(r"stock-w(16|32)g(16|32)", _STOCK.get(name, name)):
         return Variant(name, None, _DTYPES[stock[1]], _DTYPES[stock[2]])
-    if name == UNQUANTIZED:
-        return Variant(name, QSDPConfig(exceptions={"*": None}), two_level=True)
+    if unquantized := re.fullmatch(r"qsdp-(fp32|bf16)(-flat)?", name):
+        dtype = torch.float32 if unquantized[1] == "fp32" else torch.bfloat16
+        return Variant(name, UNQUANTIZED, dtype, dtype, two_level=unquantized[2] is None)
     stem = name.removesuffix("-bf16")
     dtype = torch.float32 if stem == name else torch.bfloat16
     if stem.endswith(".json"):

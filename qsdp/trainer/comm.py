@@ -1,4 +1,7 @@
-"""What --comm says: the name of a preset, or a JSON file with the fields of QSDPConfig."""
+"""What --comm says: a preset's name, or a JSON file with the fields of QSDPConfig.
+
+Or ``auto``: see :mod:`qsdp.trainer.auto`.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,25 @@ from torch import nn
 
 import qsdp
 from qsdp.arguments import did_you_mean
+from qsdp.auto import AUTO
 from qsdp.trainer.config import TrainConfig
 
 _BITS = (*range(2, 9), 32)
-PRESETS = [f"w{weights}g{gradients}" for weights in _BITS for gradients in _BITS]
+PRESETS = [AUTO, *(f"w{weights}g{gradients}" for weights in _BITS for gradients in _BITS)]
 
 
 def comm_config(config: TrainConfig) -> qsdp.QSDPConfig:
     """The configuration of communication, flags of the trainer included.
+
+    Before ``auto`` is decided, any that it may become.
 
     Raises:
         ValueError: no such preset, or a field that QSDPConfig refuses.
     """
     if not config.comm.startswith("{"):
         try:
-            comm = qsdp.QSDPConfig.preset(config.comm)
+            auto = config.comm == AUTO
+            comm = qsdp.QSDPConfig() if auto else qsdp.QSDPConfig.preset(config.comm)
         except ValueError as error:
             raise ValueError(f"--comm: {error}{did_you_mean(config.comm, PRESETS)}") from error
     else:
@@ -64,6 +71,16 @@ def quantize_communication(model: nn.Module, config: TrainConfig) -> None:
     Raises:
         ValueError: a configuration that does not fit the model; on every rank.
     """
+    require_kept(model, config)
+    try:
+        qsdp.apply_qsdp(model, comm_config(config))
+    except ValueError as error:
+        raise ValueError(f"--comm {config.comm_name}: {error}") from error
+    qsdp.observe_comms(model)
+
+
+def require_kept(model: nn.Module, config: TrainConfig) -> None:
+    """Raises ValueError where a pattern of --keep-full-precision matches no parameter."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for pattern in config.keep_full_precision:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -71,11 +88,6 @@ def quantize_communication(model: nn.Module, config: TrainConfig) -> None:
                 f"--keep-full-precision: {pattern!r} matches no parameter; the model has "
                 f"{len(names)}, such as {', '.join(names[:3])}"
             )
-    try:
-        qsdp.apply_qsdp(model, comm_config(config))
-    except ValueError as error:
-        raise ValueError(f"--comm {config.comm_name}: {error}") from error
-    qsdp.observe_comms(model)
 
 
 def quantizes_weights(config: TrainConfig) -> bool:

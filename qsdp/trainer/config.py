@@ -79,7 +79,7 @@ class TrainConfig:
     one."""
     comm: str = "w8g8"
     """Bits of weights and gradients on the wire, w{2..8|32}g{2..8|32}, where 32 is not quantized;
-    or a JSON file with the fields of QSDPConfig."""
+    auto to measure the network and decide; or a JSON file with the fields of QSDPConfig."""
     keep_full_precision: tuple[str, ...] = ()
     """Glob patterns of parameter names that are never quantized."""
     ranks_per_node: int | None = None

@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import qsdp
 from qsdp.agreement import all_gather_json
+from qsdp.trainer.auto import DECISION, decide_communication
 from qsdp.trainer.boards import TENSORBOARD, WANDB, forget, open_boards
 from qsdp.trainer.check import check
 from qsdp.trainer.checkpoint import (
@@ -95,6 +96,7 @@ def train(config: TrainConfig) -> None:
         count = count_parameters(model)
         shard(model, config, ranks)
         optimizer = build_optimizer(model, config)
+        config = together(lambda: decide_communication(model, config, resume))
         with _warnings_on_a_line(ranks):
             together(lambda: quantize_communication(model, config))
         start = Progress(0, 0.0)
@@ -130,7 +132,8 @@ def _prepare_folder(config: TrainConfig, lock: list[TextIO]) -> Path | None:
             for name in ("checkpoints", "data", "model", TENSORBOARD, WANDB):
                 shutil.rmtree(folder / name, ignore_errors=True)
             forget(folder)
-            for path in (folder / "config.json", folder / METRICS, *folder.glob("traceback-*")):
+            files = (folder / name for name in ("config.json", METRICS, DECISION))
+            for path in (*files, *folder.glob("traceback-*")):
                 path.unlink(missing_ok=True)
         return None if resume is None else str(resume)
 
