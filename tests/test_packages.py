@@ -70,3 +70,13 @@ def test_constraints_pin_what_the_extras_name() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {name_of(line) for line in lines if "==" in line}
     assert {name for extra in EXTRAS for name in names(extra)} - {"qsdp"} <= pinned
+
+
+def test_extras_name_extras_that_there_are() -> None:
+    """pip leaves out one that is not there, with a warning that nobody reads."""
+    for extra, requirements in EXTRAS.items():
+        for requirement in requirements:
+            if name_of(requirement) == "qsdp":
+                named = re.search(r"\[(.*?)\]", requirement)
+                assert named is not None
+                assert {part.strip() for part in named[1].split(",")} <= set(EXTRAS), extra
