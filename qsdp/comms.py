@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,6 @@ from qsdp.stats import CommMeter
 from qsdp.streams import hold
 from qsdp.unit import Part, Reduction, Unit
 from qsdp.wire import VALUE_DTYPES
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 Size = Sequence[int | torch.SymInt]
 
@@ -223,7 +221,7 @@ class QuantizedReduceScatter(ObservedReduceScatter):
         self, output: torch.Tensor, input: torch.Tensor, reduction: Reduction, op: ReduceOp
     ) -> Stages:
         unit, way = self.unit, self.unit.reduce_route
-        with unit.turns if reduction.feedback else _NOTHING:
+        with unit.turns if reduction.feedback else nullcontext():
             yield from reduce_stages(
                 *(output, input, way, reduction.layout, reduce_factors(op, way.size)),
                 *(unit.gradients_key, self.meter),

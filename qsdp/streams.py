@@ -5,13 +5,11 @@ On CPUs everything here does nothing: calls run one after another anyway.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
 _HIGH_PRIORITY = -1
 _beside: dict[torch.device, torch.cuda.Stream] = {}
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shlex
 import shutil
 import signal
@@ -435,20 +434,6 @@ def test_checkpoint_of_another_model_or_tokenizer_is_refused(tmp_path, lone_rank
 
 
 # ---- runs of two ranks; each costs about ten seconds, so they are few
-
-
-@pytest.fixture(scope="module")
-def text_file(tmp_path_factory):
-    """Sentences of a few words, which a small model learns quickly."""
-    words = random.Random(0)
-    sentence = "the {} king {} and the {} queen {}.\n".format
-    lines = [
-        sentence(*(words.choice(["old", "young", "good", "mad"]) for _ in range(4)))
-        for _ in range(1500)
-    ]
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("".join(lines))
-    return file
 
 
 def command(run, *flags):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from pathlib import Path
 
@@ -24,20 +23,6 @@ from qsdp.trainer.tokenizer import load_tokenizer, train_tokenizer
 TINY = {"layers": 2, "width": 66, "heads": 2, "vocab_size": 300, "sequence_length": 32}
 SHORT = {"batch_size": 8, "warmup_steps": 2, "eval_windows": 9, "final_eval_windows": 21,
          "log_every": 1, "steps": 4, "checkpoint_every": 2, "eval_every": 0}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sentences of a few words, which a small model learns quickly."""
-    words = random.Random(0)
-    sentence = "the {} king {} and the {} queen {}.\n".format
-    lines = [
-        sentence(*(words.choice(["old", "young", "good", "mad"]) for _ in range(4)))
-        for _ in range(1500)
-    ]
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("".join(lines))
-    return file
 
 
 @pytest.fixture
