@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -11,10 +11,21 @@ import torch.distributed as dist
 
 from qsdp.buffers import pool
 from qsdp.collectives import ReduceOp, reduce_factors
-from qsdp.exchange import Stages, gather_in_hops, own_row, route, rows_of_all, run
+from qsdp.exchange import (
+    Route,
+    Stages,
+    Transfers,
+    gather_between,
+    gather_in_hops,
+    gather_inside,
+    own_row,
+    route,
+    rows_of_all,
+    run,
+)
 from qsdp.memory import KeptWeights
 from qsdp.param_group import AllGather, ParamGroup, ReduceScatter
-from qsdp.rows import take_rows
+from qsdp.rows import decode_rows, take_rows
 from qsdp.stages import all_reduce_stages, gather_stages, piece_layout, reduce_stages
 from qsdp.stats import CommMeter
 from qsdp.streams import hold
@@ -142,47 +153,76 @@ class QuantizedAllGather(ObservedAllGather):
         with unit.turns:
             yield from gather_stages(output, values, unit.gather_route, layout, 0, meter)
             with meter.phase("decode", device):
-                kept.start(output.view(kept.num_ranks, -1), values)
+                kept.start(output.view(unit.gather_route.size, -1))
 
     def _again(self, kept: KeptWeights, output: torch.Tensor) -> Stages:
-        """What was decoded last is still there: nothing moves."""
-        rows = output.view(kept.num_ranks, -1)
-        with self.unit.turns, self.meter.phase("decode", output.device):
-            kept.read(rows)
-        self.meter.count_hops(0, 0, stock=rows[1:].nbytes)
-        yield from ()
+        """What was decoded last is still there: nothing moves between nodes."""
+        way, size = self.unit.gather_route, self.unit.gather_route.size
+        with self.unit.turns:
+            with self.meter.phase("decode", output.device):
+                kept.read(_kept_rows(output, way))
+            self.meter.count_hops(0, 0, stock=(size - 1) * output.nbytes // size)
+            if way.two_level:
+                yield from self._inside(kept, output)
 
     def _differences(
         self, part: Part, kept: KeptWeights, output: torch.Tensor, values: torch.Tensor
     ) -> Stages:
         """Gather what has changed, and rows that have changed by too much whole."""
         unit, meter, device, way = self.unit, self.meter, output.device, self.unit.gather_route
-        rows = output.view(kept.num_ranks, -1)
+        layout, ranks = part.layout, way.global_ranks_of(kept.senders)
         with unit.turns:
-            looks = kept.on_host or unit.watch.notices()
+            looks, due = kept.on_host or unit.watch.notices(), kept.due()
+            wire = take_rows(len(kept.senders), layout, device)
             with meter.phase("encode", device):
-                change, mark = kept.outgoing(values, unit.learner.reductions, looks)
-            marks = yield from gather_stages(
-                output, change, way, part.layout, unit.weights_key, meter, mark=mark
-            )
+                mark = kept.outgoing(
+                    *(values, layout, wire[kept.own], unit.weights_key),
+                    *(unit.learner.reductions, looks),
+                )
+                # It may lie in the output.
+                values = values.clone() if kept.may_travel_whole(mark, looks, due) else values
+            yield from gather_between(wire, way, meter, stock=(way.size - 1) * values.nbytes)
             with meter.phase("decode", device):
-                kept.arrived(rows)
-            whole = kept.to_renew(marks, looks)
+                kept.arrived(wire, layout, _kept_rows(output, way), ranks)
+            marks = layout.marks(wire)
+            if way.two_level:
+                marks = yield from self._inside(kept, output)
+            whole = kept.to_renew(marks, looks, due)
             if whole is not None:
-                yield from self._renew(kept, whole, rows)
+                yield from self._renew(kept, whole, values, output)
 
-    def _renew(self, kept: KeptWeights, whole: list[bool], rows: torch.Tensor) -> Stages:
+    def _inside(
+        self, kept: KeptWeights, output: torch.Tensor
+    ) -> Generator[Transfers, None, torch.Tensor]:
+        """Rows that the other places of this node keep; returns the marks of all rows."""
+        way, layout, device = self.unit.gather_route, kept.layout, output.device
+        wire = take_rows(way.size, layout, device)
+        columns = wire.view(way.ranks_per_node, way.num_nodes, -1)
+        own = kept.rows()
+        yield from gather_inside(columns, own, way, self.meter)
+        rows = output.view(way.num_nodes, way.ranks_per_node, -1)
+        with self.meter.phase("decode", device):
+            layout.marks(columns[way.place]).copy_(layout.marks(own))
+            for place in range(way.ranks_per_node):
+                if place != way.place:
+                    senders = way.global_ranks_of(range(place, way.size, way.ranks_per_node))
+                    decode_rows(columns[place], layout, rows[:, place], senders)
+        return layout.marks(columns.transpose(0, 1)).flatten()
+
+    def _renew(
+        self, kept: KeptWeights, whole: list[bool], values: torch.Tensor, output: torch.Tensor
+    ) -> Stages:
         """Gather some rows whole; the others are in their places and travel along."""
-        way, meter, device = self.unit.gather_route, self.meter, rows.device
+        way, meter, device = self.unit.gather_route, self.meter, output.device
         row_bytes = kept.layout.row_bytes
         there = rows_of_all(take_rows(way.size, kept.layout, device), row_bytes, way)
         with meter.phase("encode", device):
-            kept.renew(whole)
-            own_row(there, way).copy_(kept.wire[kept.own])
+            own_row(there, way).copy_(kept.own_row(whole, values))
         yield from gather_in_hops(there, way, meter, stock=0)
         with meter.phase("decode", device):
-            kept.wire.view(there.shape).copy_(there)
-            kept.read(rows)
+            kept.refill(there[:, way.place] if way.two_level else there)
+            rows = output.view(*there.shape[:-1], -1)
+            decode_rows(there, kept.layout, rows, way.global_ranks)
 
 
 class QuantizedReduceScatter(ObservedReduceScatter):
@@ -260,6 +300,11 @@ class QuantizedAllReduce:
                 *(values, self._way, layout, reduce_factors(op, size), unit.replicas_key),
                 *(self.meter, residuals),
             )
+
+
+def _kept_rows(output: torch.Tensor, way: Route) -> torch.Tensor:
+    """(rows, numel): of an all-gather's output those of the ranks whose rows this one keeps."""
+    return output.view(way.num_nodes, way.ranks_per_node, -1)[:, way.place]
 
 
 def ranks_per_node(group: dist.ProcessGroup) -> int:

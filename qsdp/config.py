@@ -219,7 +219,7 @@ class QSDPConfig:
         From 5 bits on in blocks of 1024: weights rounded by random shift, gradients stochastically
         on a grid that holds zero.
         Below, what keeps the loss (docs/quality.md): weights as :class:`Differences`, which cost
-        about two bytes of memory a parameter on every rank; gradients dithered after a Hadamard
+        about a byte of memory a parameter on every rank; gradients dithered after a Hadamard
         transform, in blocks of 128.
 
         Raises:

@@ -23,8 +23,8 @@ from qsdp.comms import ranks_per_node
 from qsdp.config import QSDPConfig
 from qsdp.exchange import Pending
 from qsdp.kernels.philox import derive_key
-from qsdp.memory import Residuals
 from qsdp.quantizer import Quantizer
+from qsdp.residuals import Residuals
 from qsdp.stages import piece_layout
 from qsdp.stats import CommMeter, CommStats
 from qsdp.streams import Beside, Turns

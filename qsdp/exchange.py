@@ -76,8 +76,12 @@ class Route:
 
     @property
     def counterparts(self) -> range:
-        """Ranks with this rank's place in every node, in order of the nodes."""
+        """Ranks with this rank's place in every node, in order of the nodes; all in one hop."""
         return range(self.place, self.size, self.ranks_per_node)
+
+    def global_ranks_of(self, ranks: range) -> tuple[int, ...]:
+        """Of some ranks of the group, for messages."""
+        return self.global_ranks[ranks.start : ranks.stop : ranks.step]
 
 
 def route(
@@ -227,6 +231,36 @@ def gather_in_hops(rows: torch.Tensor, way: Route, meter: CommMeter, stock: int)
     own = columns[way.place]
     yield _share([*own], own[way.node], way.counterparts, way, tag=0)
     yield _share([*columns.flatten(1)], own.flatten(), way.neighbours, way, tag=2)
+
+
+def gather_between(rows: torch.Tensor, way: Route, meter: CommMeter, stock: int) -> Stages:
+    """All-gather rows in place among the counterparts: the first of two hops, or all of one.
+
+    Args:
+        rows: (len(way.counterparts), row_bytes) uint8, contiguous; this rank's own is filled in.
+        meter, stock: as in :func:`gather_in_hops`.
+    """
+    row_bytes = rows.shape[-1]
+    if not way.two_level:
+        meter.count_rows(row_bytes, way.size, stock=stock)
+        yield gather_rows(rows, way)
+        return
+    meter.count_hops((way.num_nodes - 1) * row_bytes, 0, stock=stock)
+    if row_bytes:
+        yield _share([*rows], rows[way.node], way.counterparts, way, tag=0)
+
+
+def gather_inside(columns: torch.Tensor, own: torch.Tensor, way: Route, meter: CommMeter) -> Stages:
+    """The second of two hops: what each place of this node has, to all of them.
+
+    Args:
+        columns: (ranks_per_node, ...) uint8, contiguous; gets what the other places have. This
+            rank's own part is not written.
+        own: this rank's, of the shape of a part, contiguous.
+    """
+    meter.count_hops(0, (way.ranks_per_node - 1) * own.numel(), stock=0)
+    if own.numel():
+        yield _share([*columns.flatten(1)], own.flatten(), way.neighbours, way, tag=2)
 
 
 def rows_of_all(wire: torch.Tensor, row_bytes: int, way: Route) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""What ranks remember between steps: :class:`KeptWeights` for differences, :class:`Residuals`.
+"""What ranks remember of weights that travel as differences: :class:`KeptWeights`.
 
-Both say what to send and take what arrived; what they remember is plain tensors. Nothing here knows
+It says what to send and takes what arrived; what it remembers is plain tensors. Nothing here knows
 of FSDP or of process groups.
 """
 
@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from qsdp.buffers import pool
+from qsdp.kernels.changes import digest
 from qsdp.quantizer import Quantizer
-from qsdp.rows import accumulate_rows, decode_rows, difference_rows, encode_rows
-from qsdp.wire import Segment, WireLayout, wire_layout
+from qsdp.rows import (
+    add_changes,
+    decode_rows,
+    encode_changes,
+    encode_rows,
+    finish_row,
+    take_rows,
+)
+from qsdp.wire import WireLayout, seal
 
 # Of the error that a row has anyway, by being kept in few bits: what a change may add. Together
 # sqrt(1 + 0.3^2), less than a twentieth more.
@@ -29,33 +35,21 @@ WHOLE = 1  # differences are not right for it: it is to travel whole
 LOOKED = 2  # this rank's host looks at the marks of all before it goes on
 
 
-@dataclass(frozen=True)
-class Keeping:
-    """How one segment of a row of weights is kept.
+def largest_change(differences: Quantizer, kept: Quantizer | None) -> float:
+    """The largest change, as a share of a segment's norm, that differences are right for.
 
-    Attributes:
-        segment: its format in memory.
-        differences: of which format the differences are that it travels as; None where it travels
-            as it is.
+    Errors of values of one shape are as their ranges over the number of steps.
+
+    Args:
+        differences: their format.
+        kept: in which weights are kept.
     """
-
-    segment: Segment
-    differences: Quantizer | None
-
-    @property
-    def limit(self) -> float:
-        """The largest change, as a share of the segment's norm, that differences are right for.
-
-        Errors of values of one shape are as their ranges over the number of steps.
-        """
-        assert self.differences is not None
-        kept = self.segment.quantizer
-        kept_steps = (1 << kept.bits) - 1 if kept is not None else _KEPT_STEPS
-        return _TOLERANCE * ((1 << self.differences.bits) - 1) / kept_steps
+    kept_steps = (1 << kept.bits) - 1 if kept is not None else _KEPT_STEPS
+    return _TOLERANCE * ((1 << differences.bits) - 1) / kept_steps
 
 
 class KeptWeights:
-    """The rows of weights that all ranks decoded last, bit-identical on all of them (SDP4Bit).
+    """The rows of weights that ranks decoded last, bit-identical on all that keep them (SDP4Bit).
 
     What a rank sends is what has changed since, the error of the row before included, so errors do
     not add up. A row that has not changed since it was last sent travels as zeros and stays as it
@@ -66,118 +60,153 @@ class KeptWeights:
     loaded, averaged, made anew), a row is to travel whole once more: its mark says so. On
     accelerators everything stays on the device; see :meth:`to_renew` for when the host looks.
 
+    What is kept is the encoded rows, and of what was last sent a digest: no more than ``kept`` of
+    :class:`qsdp.Differences` says.
+
     Args:
-        keeping: how each segment of a row is kept, in order.
-        dtype: of the weights.
-        num_ranks: rows.
-        own: which of them is this rank's.
+        layout: of a kept row, from :func:`qsdp.ways.kept_layout`; its mark is for the sender's.
+        differences: of each segment, of which format the differences are that it travels as; None
+            where it travels as it is.
+        senders: the ranks of the group whose rows are kept: all of them, or where rows take two
+            hops those with this rank's place in every node.
+        rank: this one's.
+        device: of the weights.
+        offload: keep the rows in the host's memory, and copy them from there where they are used.
 
     Attributes:
+        wire: (len(senders), layout.row_bytes) uint8.
         reductions: of gradients, up to the last row that was sent.
         pace: of each segment of differences its last change by training, as a share of its norm.
     """
 
     def __init__(
         self,
-        keeping: Sequence[Keeping],
-        dtype: torch.dtype,
-        num_ranks: int,
-        own: int,
+        layout: WireLayout,
+        differences: Sequence[Quantizer | None],
+        senders: range,
+        rank: int,
         device: torch.device,
+        offload: bool = False,
     ) -> None:
-        self.layout = wire_layout(tuple(k.segment for k in keeping), dtype)
-        self.num_ranks, self.own, self.started, self.reductions = num_ranks, own, False, 0
+        self.layout = layout
+        self.senders, self.rank, self.own = senders, rank, senders.index(rank)
+        self.started, self.reductions, self.device = False, 0, device
         self.on_host = device.type != "cuda"  # where the host decides, at once
-        pairs = list(zip(self.layout.spans, keeping, strict=True))
-        differing = [i for i, (s, k) in enumerate(pairs) if k.differences and s.segment.numel]
-        self._differences = _joined(s.values for s, k in pairs if k.differences)
-        # Kept as they are gathered: there is no code to accumulate into.
-        plain = [(s, k) for s, k in pairs if k.differences and s.segment.quantizer is None]
-        self._plain = _joined(span.values for span, _ in plain)
-        self._rows, self._limits = differing, [pairs[i][1].limit for i in differing]
+        kept_in = [segment.quantizer for segment in layout.segments]
+        pairs = enumerate(zip(layout.segments, differences, strict=True))
+        limits = {
+            index: largest_change(quantizer, segment.quantizer)
+            for index, (segment, quantizer) in pairs
+            if quantizer is not None and segment.numel
+        }
+        self._rows, self._limits = list(limits), list(limits.values())
+        # Kept as they are gathered: kernels take these as they are.
+        self._plain = [index for index in limits if kept_in[index] is None]
         self._owed: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         with torch.inference_mode(False):  # training goes on with it after an inference
-            shape = num_ranks, self.layout.row_bytes
-            self.wire = torch.zeros(shape, dtype=torch.uint8, device=device)
-            # Another one, because accumulating reads the one while it writes the other.
-            self._spare = torch.empty_like(self.wire)
-            self.sent = torch.zeros(self.layout.numel, dtype=dtype, device=device)
-            self.pace = torch.zeros(len(differing), dtype=torch.float64, device=device)
-            self._stats = torch.zeros(len(pairs), 4, dtype=torch.float64, device=device)
-            self._rows_there = torch.tensor(differing, dtype=torch.int64, device=device)
+            self.wire = _zeros((len(senders), self.layout.row_bytes), device, offload)
+            self._stats = torch.zeros(len(kept_in), 4, dtype=torch.float64, device=device)
+            self.digests = torch.full_like(self._stats[:, 0], math.nan)
+            self._rows_there = torch.tensor(self._rows, dtype=torch.int64, device=device)
             self._limits_there = torch.tensor(self._limits, dtype=torch.float64, device=device)
+            self.pace = torch.zeros_like(self._limits_there)
 
-    def start(self, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Keep the weights themselves.
+    def start(self, rows: torch.Tensor) -> None:
+        """Keep the weights themselves: ``rows`` of all ranks become what is kept of them, in place.
 
         Args:
-            rows: (num_ranks, numel) of all ranks; they become what is kept of them, in place.
-            values: (numel,), this rank's own.
+            rows: (num_ranks, numel).
         """
-        self.sent.copy_(values)
-        encode_rows(rows, self.layout, self.wire, key=0)
-        decode_rows(self.wire, self.layout, rows)
+        for span, digest_ in zip(self.layout.spans, self.digests, strict=True):
+            digest_.copy_(digest(rows[self.rank, span.values]))
+        wire = take_rows(len(rows), self.layout, rows.device)
+        encode_rows(rows, self.layout, wire, key=0)
+        decode_rows(wire, self.layout, rows)
+        self._keep(wire[self.senders.start : self.senders.stop : self.senders.step])
         self.started = True
 
-    def restart(self, known: torch.Tensor, sent: torch.Tensor, pace: torch.Tensor) -> None:
+    def restart(self, known: torch.Tensor, digests: torch.Tensor, pace: torch.Tensor) -> None:
         """Take this rank's own row, encoded, and what it stood for, from :meth:`state`.
 
-        The rows of the other ranks are to be written to ``wire`` before the next gather.
+        The rows of the other ranks are to come to :meth:`refill` before the next gather.
         """
-        self.wire[self.own].copy_(known)
-        self.sent.copy_(sent)
+        rows = self.rows()
+        rows[self.own].copy_(known)
+        self._keep(rows)
+        self.digests.copy_(digests)
         self.pace.copy_(pace[:-1])
         self.reductions = int(pace[-1])
         self.started, self._owed = True, None
 
+    def refill(self, wire: torch.Tensor) -> None:
+        """Take kept rows of all senders (len(senders), layout.row_bytes)."""
+        self._keep(wire)
+
     def state(self) -> dict[str, torch.Tensor]:
-        """Copies of what :meth:`restart` takes: ``kept``, ``sent`` and ``pace``."""
-        sent = self.sent.clone()
+        """Copies of what :meth:`restart` takes: ``kept``, ``digests`` and ``pace``."""
+        digests = self.digests.clone()
         if self._owed is not None and _any_whole(self._told(self._owed)):
             # Equal to nothing: whoever continues finds that it has changed, not by training.
-            sent.fill_(math.nan)
+            digests.fill_(math.nan)
         reductions = self.pace.new_full((1,), self.reductions)
         return {
-            "kept": self.wire[self.own].clone(),
-            "sent": sent,
+            "kept": self.rows()[self.own].clone(),
+            "digests": digests,
             "pace": torch.cat((self.pace, reductions)),
         }
 
+    def rows(self) -> torch.Tensor:
+        """What is kept, (len(senders), layout.row_bytes), on the device."""
+        return self.wire.to(self.device, non_blocking=True)
+
     def read(self, rows: torch.Tensor) -> None:
-        """Write the weights that are kept to ``rows`` (num_ranks, numel)."""
-        decode_rows(self.wire, self.layout, rows)
+        """Write the weights that are kept to ``rows`` (len(senders), numel)."""
+        decode_rows(self.rows(), self.layout, rows)
 
     def outgoing(
-        self, values: torch.Tensor, reductions: int, looks: bool
-    ) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """What to send of this rank's ``values`` (numel,), and the mark of its row.
+        self,
+        values: torch.Tensor,
+        layout: WireLayout,
+        row: torch.Tensor,
+        key: int,
+        reductions: int,
+        looks: bool,
+    ) -> int | torch.Tensor:
+        """Encode what has changed of this rank's ``values`` (numel,) to ``row``; returns its mark.
 
         Args:
+            layout: of changes.
+            row: (layout.row_bytes,) uint8, written completely.
+            key: of random rounding.
             reductions: of gradients so far. Values that change without one between were not
                 changed by an optimizer.
             looks: whether the host will look at the marks, for the mark.
         """
-        change = pool.take(values.numel(), values.dtype, values.device)
-        before = self.wire[self.own]
-        difference_rows(values, self.layout, before, self.sent, change, self._stats)
-        for part in self._plain:  # raw, so `change` holds the values themselves
-            _subtract_raw(change, before, self.layout, part)
+        known = self.rows()[self.own]
+        moved = self._without_plain(values, known) if self._plain else values
+        encode_changes(
+            moved, layout, row, known, self.layout, self._stats, key=key, sender=self.rank
+        )
         if self._plain:
-            self._stats_of_plain(change, values)
+            self._stats_of_plain(moved, values)
         trained, self.reductions = reductions != self.reductions, reductions
+        parts = [part for index in self._rows for part in layout.places(layout.spans[index])]
         decide = self._decide_here if self.on_host else self._decide
-        return change, decide(change, trained) + LOOKED * looks
+        mark = decide(row, parts, trained) + LOOKED * looks
+        self.digests.copy_(self._stats[:, 2])
+        finish_row(row, layout, mark)
+        return mark
 
-    def _decide_here(self, change: torch.Tensor, trained: bool) -> int:
+    def _decide_here(self, row: torch.Tensor, parts: Iterable[slice], trained: bool) -> int:
         """On the host: whether the row is to travel whole; a row that has not changed is zero."""
-        stats, pace = self._stats.tolist(), self.pace.tolist()
-        if not any(stats[row][2] or stats[row][3] for row in self._rows):
-            for part in self._differences:
-                change[part] = 0
+        stats, pace, digests = self._stats.tolist(), self.pace.tolist(), self.digests.tolist()
+        if not any(stats[i][2] != digests[i] or stats[i][3] for i in self._rows):
+            for part in parts:
+                row[part] = 0
             return 0
         whole = 0
-        for index, (row, limit) in enumerate(zip(self._rows, self._limits, strict=True)):
-            moved, norm = math.sqrt(stats[row][0]), math.sqrt(stats[row][1])
+        for index, (row_, limit) in enumerate(zip(self._rows, self._limits, strict=True)):
+            moved, norm = math.sqrt(stats[row_][0]), math.sqrt(stats[row_][1])
             share = moved / norm if norm else math.inf * moved
             usual = not pace[index] or share <= _FASTER * pace[index]
             step = trained and share <= _LEAP and usual
@@ -187,41 +216,75 @@ class KeptWeights:
         self.pace.copy_(torch.tensor(pace, dtype=torch.float64))
         return int(whole)
 
-    def _decide(self, change: torch.Tensor, trained: bool) -> torch.Tensor:
+    def _decide(self, row: torch.Tensor, parts: Iterable[slice], trained: bool) -> torch.Tensor:
         """The same on the device: a 0-dimensional int64."""
-        stats = self._stats[self._rows_there]
-        changed = (stats[:, 2:] != 0).any()
-        for part in self._differences:  # what has not changed is finite
-            change[part] *= changed
+        stats, digests = self._stats[self._rows_there], self.digests[self._rows_there]
+        changed = ((stats[:, 2] != digests) | (stats[:, 3] != 0)).any()
+        for part in parts:
+            row[part] *= changed
         share = (stats[:, 0] / stats[:, 1]).sqrt().nan_to_num(nan=0.0, posinf=math.inf)
         step = (share <= _LEAP) & ((self.pace == 0) | (share <= _FASTER * self.pace)) & trained
-        whole = ((share > self._limits_there) & ~step).any() & changed
+        whole: torch.Tensor = ((share > self._limits_there) & ~step).any() & changed
         if trained:
             paced = (share > 0) & (share <= _LEAP) & changed
             torch.where(paced, share, self.pace, out=self.pace)
         return whole.long()
 
-    def _stats_of_plain(self, change: torch.Tensor, values: torch.Tensor) -> None:
-        """Of what is kept as it is gathered, for which the kernels take no differences."""
-        for row, span in enumerate(self.layout.spans):
-            if span.segment.quantizer is None and span.segment.numel:
-                part, finite = change[span.values].double(), change[span.values].isfinite()
-                self._stats[row, 0] = part.square().sum()
-                self._stats[row, 1] = values[span.values].double().square().sum()
-                self._stats[row, 3] = (~finite).sum()
+    def _without_plain(self, values: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+        """A copy of values, what is kept of them as they are gathered taken off."""
+        moved = values.clone()
+        for index in self._plain:
+            span = self.layout.spans[index]
+            moved[span.values] -= _finite(self._raw(known, index))
+        return moved
 
-    def arrived(self, rows: torch.Tensor) -> None:
-        """Take what :meth:`outgoing` gave on all ranks: ``rows`` (num_ranks, numel) become weights.
+    def _stats_of_plain(self, moved: torch.Tensor, values: torch.Tensor) -> None:
+        for index in self._plain:
+            span, row = self.layout.spans[index], self._stats[index]
+            change, finite = moved[span.values].double(), moved[span.values].isfinite()
+            row[0], row[1] = change.square().sum(), values[span.values].double().square().sum()
+            row[2], row[3] = digest(values[span.values]), (~finite).sum()
 
-        Blocks without differences stay as they are, bit for bit.
+    def arrived(
+        self, wire: torch.Tensor, layout: WireLayout, rows: torch.Tensor, ranks: Sequence[int]
+    ) -> None:
+        """Take what :meth:`outgoing` gave on all senders; what is kept then goes to ``rows``.
+
+        Args:
+            wire: (len(senders), layout.row_bytes) of changes. Blocks without changes stay as they
+                are, bit for bit.
+            rows: (len(senders), numel), written.
+            ranks: the senders' global ranks, for errors.
         """
-        for part in self._plain:
-            for row, known in zip(rows, self.wire, strict=True):
-                row[part] += _finite(_raw(known, self.layout, part))
-        accumulate_rows(rows, self.layout, self.wire, self._spare)
-        self.wire, self._spare = self._spare, self.wire
+        kept = self.rows()
+        before = [self._raw(kept, index).clone() for index in self._plain]
+        add_changes(wire, layout, kept, self.layout, rows, self.senders, ranks)
+        for index, raw in zip(self._plain, before, strict=True):
+            part = self.layout.spans[index].values
+            rows[:, part] += _finite(raw)
+            self._raw(kept, index).copy_(rows[:, part])
+        self.layout.marks(kept).copy_(layout.marks(wire))
+        if self.layout.checksum:
+            seal(kept)
+        self._keep(kept)
 
-    def to_renew(self, marks: torch.Tensor, looks: bool) -> list[bool] | None:
+    def due(self) -> list[bool] | None:
+        """Which rows the marks of the gather before want to travel whole; None if none do."""
+        owed, self._owed = self._owed, None
+        due = [bool(mark & WHOLE) for mark in self._told(owed)] if owed else []
+        return due if any(due) else None
+
+    def may_travel_whole(
+        self, mark: int | torch.Tensor, looks: bool, due: list[bool] | None
+    ) -> bool:
+        """Whether this rank's row may be one of those that :meth:`to_renew` is going to name."""
+        if isinstance(mark, int):
+            return bool(mark & WHOLE) or due is not None
+        return looks or due is not None
+
+    def to_renew(
+        self, marks: torch.Tensor, looks: bool, due: list[bool] | None
+    ) -> list[bool] | None:
         """Which rows are to travel whole now, before anybody computes with them; None if none are.
 
         Equal on all ranks, without a word between their hosts. On CPUs, and on an accelerator where
@@ -232,11 +295,8 @@ class KeptWeights:
         Args:
             marks: (num_ranks,) int64, of all rows of this gather.
             looks: as given to :meth:`outgoing`.
+            due: what :meth:`due` gave before this gather.
         """
-        owed, self._owed = self._owed, None
-        due = [bool(mark & WHOLE) for mark in self._told(owed)] if owed else None
-        if due is not None and not any(due):
-            due = None
         if not looks:
             self._owed = self._tell(marks)
             return due
@@ -248,11 +308,23 @@ class KeptWeights:
             return due
         return [bool(mark & WHOLE) or bool(due and due[i]) for i, mark in enumerate(now)]
 
-    def renew(self, whole: Sequence[bool]) -> None:
-        """Put this rank's row into ``wire`` anew if it is to travel whole; the others' stay."""
-        if whole[self.own]:
-            row = self.wire[self.own : self.own + 1]
-            encode_rows(self.sent.view(1, -1), self.layout, row, key=0)
+    def own_row(self, whole: Sequence[bool], values: torch.Tensor | None) -> torch.Tensor:
+        """This rank's kept row (layout.row_bytes,), of its ``values`` anew if it is to be whole."""
+        if not whole[self.rank]:
+            return self.rows()[self.own]
+        assert values is not None, "may_travel_whole said that they are not needed"
+        row = take_rows(1, self.layout, self.device)
+        encode_rows(values.view(1, -1), self.layout, row, key=0)
+        return row[0]
+
+    def _raw(self, wire: torch.Tensor, index: int) -> torch.Tensor:
+        """View: (..., numel) of a segment that is kept in full precision."""
+        span = self.layout.spans[index]
+        return self.layout.raw(wire, span).view(self.layout.dtype)
+
+    def _keep(self, rows: torch.Tensor) -> None:
+        if rows is not self.wire:
+            self.wire.copy_(rows, non_blocking=True)
 
     def _tell(self, marks: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """Send marks to the host, which does not wait for them."""
@@ -270,88 +342,15 @@ class KeptWeights:
         return told
 
 
-class Residuals:
-    """What quantization lost of each parameter, to be added to what is quantized next.
-
-    By name, so that it does not matter which parameters are reduced together, and how often.
-    """
-
-    def __init__(self) -> None:
-        self._of: dict[str, torch.Tensor] = {}
-        self._together: dict[tuple[str | None, ...], torch.Tensor] = {}
-
-    def together(
-        self, names: tuple[str | None, ...], layout: WireLayout, num_rows: int, device: torch.device
-    ) -> torch.Tensor:
-        """Residuals of segments that are quantized as one: (num_rows, layout.numel) float32.
-
-        The result is remembered, and changed in place by whoever quantizes.
-
-        Args:
-            names: of the segments; None for those that take no feedback, whose part is zero.
-        """
-        flat = self._together.get(names)
-        if flat is None or flat.shape != (num_rows, layout.numel):
-            # Sets that overlap are those of before: DDP rebuilds its buckets, layers come and go.
-            mine = {name for name in names if name is not None}
-            self._together = {k: v for k, v in self._together.items() if not mine & {*k}}
-            with torch.inference_mode(False):
-                flat = torch.zeros(num_rows, layout.numel, device=device)
-            self._together[names] = flat
-            for name, span in zip(names, layout.spans, strict=True):
-                if name is None:
-                    continue
-                part = flat[:, span.values]
-                known = self._of.get(name)
-                if known is not None and known.shape == part.shape:
-                    part.copy_(known)
-                self._of[name] = part
-        for name, span in zip(names, layout.spans, strict=True):
-            if name is None:
-                flat[:, span.values] = 0
-        return flat
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """A copy of each parameter's residual, (num_rows, numel) float32."""
-        return {name: part.clone() for name, part in self._of.items()}
-
-    def load(self, state: dict[str, torch.Tensor]) -> None:
-        """Continue with copies of what :meth:`state` gave; parameters it lacks start from zero."""
-        self._together.clear()
-        self._of = {name: part.clone() for name, part in state.items()}
-
-
-def _joined(parts: Iterable[slice]) -> list[slice]:
-    """Slices in order, neighbours as one, empty ones left out."""
-    joined: list[slice] = []
-    for part in parts:
-        if part.start == part.stop:
-            continue
-        if joined and joined[-1].stop == part.start:
-            part = slice(joined.pop().start, part.stop)
-        joined.append(part)
-    return joined
-
-
 def _any_whole(marks: Iterable[int]) -> bool:
     return any(mark & WHOLE for mark in marks)
 
 
-def _raw(row: torch.Tensor, layout: WireLayout, part: slice) -> torch.Tensor:
-    """The values of segments in full precision that lie together, in an encoded row."""
-    start = next(
-        span.data_offset
-        for span in layout.spans
-        if span.segment.quantizer is None and span.segment.numel and span.values.start == part.start
-    )
-    size = (part.stop - part.start) * layout.dtype.itemsize
-    return row[start : start + size].view(layout.dtype)
-
-
-def _subtract_raw(
-    change: torch.Tensor, before: torch.Tensor, layout: WireLayout, part: slice
-) -> None:
-    change[part] -= _finite(_raw(before, layout, part))
+def _zeros(shape: tuple[int, int], device: torch.device, offload: bool) -> torch.Tensor:
+    """Bytes on the device, or in host memory from which the device copies without the host."""
+    if offload and device.type == "cuda":
+        return torch.zeros(shape, dtype=torch.uint8, pin_memory=True)
+    return torch.zeros(shape, dtype=torch.uint8, device=device)
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,6 @@ def encode_rows(
     key: int,
     first_row: int = 0,
     sender: int = 0,
-    mark: int | torch.Tensor = 0,
 ) -> None:
     """Encode ``values`` (..., layout.numel) into ``wire`` (..., layout.row_bytes).
 
@@ -40,14 +39,9 @@ def encode_rows(
         first_row: of the first row's draws; other rows, other draws.
         sender: place of this rank among those whose rows are decoded together; rows of other
             senders are dithered differently, so that their errors average.
-        mark: of all rows, where the layout has marks.
     """
     backend = backend_for(values.device)
     backend.encode(values, layout, wire, key=key, first_row=first_row, sender=sender)
-    if layout.mark and isinstance(mark, torch.Tensor):
-        layout.marks(wire).copy_(mark)
-    elif layout.mark and mark:  # encoding has left zeros there
-        layout.marks(wire).fill_(mark)
     if layout.checksum:
         seal(wire)
 
@@ -98,32 +92,68 @@ def sum_rows(
     backend_for(wire.device).decode_sum(wire, layout, out, multiply=multiply, divide=divide)
 
 
-def accumulate_rows(
-    values: torch.Tensor, layout: WireLayout, before: torch.Tensor, wire: torch.Tensor
-) -> None:
-    """Add what ``before`` holds to ``values``, encode the sums to ``wire``, and decode these again.
-
-    All (num_rows, ...); ``values`` are replaced by what ``wire`` holds then. Where ``before`` holds
-    no finite number it counts as zero, and to segments in full precision nothing is added. A block
-    to which only zeros are added keeps its bytes. The layout has no maps of zeros.
-    """
-    backend_for(values.device).accumulate(values, layout, before, wire)
-
-
-def difference_rows(
+def encode_changes(
     values: torch.Tensor,
     layout: WireLayout,
-    before: torch.Tensor,
-    sent: torch.Tensor,
-    change: torch.Tensor,
+    wire: torch.Tensor,
+    kept: torch.Tensor,
+    kept_layout: WireLayout,
     stats: torch.Tensor,
+    *,
+    key: int,
+    sender: int,
 ) -> None:
-    """What one row's ``values`` differ by from what ``before`` holds, and what is to know of it.
+    """Encode what one row's values (numel,) differ by from what ``kept`` holds of them.
 
-    See :func:`qsdp.kernels.reference.difference_by` for what becomes of ``sent``, ``change`` and
-    ``stats``.
+    Not sealed, because what it says may have to follow from ``stats``: see :func:`finish_row`.
+
+    Args:
+        wire, kept: (row_bytes,) of ``layout`` and of ``kept_layout``.
+        stats: (number of segments, 4) float64: see :func:`qsdp.kernels.changes.encode_changes_by`.
+        key, sender: as in :func:`encode_rows`; the row counts as row number ``sender``.
     """
-    backend_for(values.device).difference(values, layout, before, sent, change, stats)
+    backend_for(values.device).encode_changes(
+        *(values, layout, wire, kept, kept_layout, stats), key=key, first_row=sender, sender=sender
+    )
+
+
+def finish_row(wire: torch.Tensor, layout: WireLayout, mark: int | torch.Tensor) -> None:
+    """Write the mark of a row (row_bytes,) and seal it, where the layout has a checksum."""
+    if isinstance(mark, torch.Tensor):
+        layout.marks(wire).copy_(mark)
+    else:
+        layout.marks(wire).fill_(mark)
+    if layout.checksum:
+        seal(wire[None])
+
+
+def add_changes(
+    wire: torch.Tensor,
+    layout: WireLayout,
+    kept: torch.Tensor,
+    kept_layout: WireLayout,
+    values: torch.Tensor,
+    senders: range,
+    global_ranks: Sequence[int],
+) -> None:
+    """Add changes that arrived to what is kept of their rows, and decode that to ``values``.
+
+    Args:
+        wire: (num_rows, layout.row_bytes).
+        kept: (num_rows, kept_layout.row_bytes), changed in place.
+        values: (num_rows, numel), written; a block without changes stays as it is, bit for bit.
+        senders: of the rows, as in :func:`encode_changes`.
+        global_ranks: of these, for errors.
+
+    Raises:
+        RuntimeError: as :func:`decode_rows`.
+    """
+    check_rows(wire, layout, global_ranks)
+    backend_for(values.device).add_changes(
+        *(wire, layout, kept, kept_layout, values),
+        first_sender=senders.start,
+        sender_step=senders.step,
+    )
 
 
 def warm_up(
@@ -131,18 +161,18 @@ def warm_up(
     num_rows: int,
     dtype: torch.dtype,
     device: torch.device,
-    keeps: bool = False,
+    kept: WireLayout | None = None,
 ) -> None:
     """Compile what rows of ``layout`` will need on an accelerator, before anybody waits for it.
 
     Args:
         num_rows: that are decoded at once.
         dtype: of the values.
-        keeps: for :func:`difference_rows` and :func:`accumulate_rows`, too.
+        kept: how rows are kept whose changes ``layout`` is of.
     """
     prepare = getattr(backend_for(device), "warm_up", None)
     if prepare is not None and layout.numel:
-        prepare(layout, num_rows, dtype, device, accumulate=keeps, difference=keeps)
+        prepare(layout, num_rows, dtype, device, kept=kept)
 
 
 def check_rows(wire: torch.Tensor, layout: WireLayout, senders: Sequence[int]) -> None:

@@ -6,7 +6,6 @@ Each is a generator that yields the transfers it has started and goes on once th
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import replace
 
 import torch
@@ -15,7 +14,6 @@ from qsdp.buffers import pool
 from qsdp.exchange import (
     Route,
     Stages,
-    Transfers,
     gather_in_hops,
     own_row,
     rows_of_all,
@@ -26,8 +24,6 @@ from qsdp.rows import decode_rows, encode_rows, sum_rows, take_rows
 from qsdp.stats import CommMeter
 from qsdp.wire import WireLayout, wire_layout
 
-_NO_MARKS = torch.zeros(0)
-
 
 def gather_stages(
     output: torch.Tensor,
@@ -36,25 +32,17 @@ def gather_stages(
     layout: WireLayout,
     key: int,
     meter: CommMeter,
-    mark: int | torch.Tensor = 0,
-) -> Generator[Transfers, None, torch.Tensor]:
-    """:func:`all_gather_quantized` as stages; returns the marks of all rows, if ``layout`` has any.
-
-    Args:
-        mark: of this rank's row.
-    """
+) -> Stages:
+    """:func:`all_gather_quantized` as stages."""
     device = input.device
     wire = take_rows(way.size, layout, device)
     rows = rows_of_all(wire, layout.row_bytes, way)
     with meter.phase("encode", device):
-        encode_rows(
-            *(input.view(1, -1), layout, own_row(rows, way)),
-            key=key, first_row=way.rank, sender=way.rank, mark=mark,
-        )  # fmt: skip
+        values, own = input.view(1, -1), own_row(rows, way)
+        encode_rows(values, layout, own, key=key, first_row=way.rank, sender=way.rank)
     yield from gather_in_hops(rows, way, meter, stock=(way.size - 1) * input.nbytes)
     with meter.phase("decode", device):
         decode_rows(rows, layout, output.view(*rows.shape[:-1], -1), way.global_ranks)
-        return layout.marks(rows).flatten() if layout.mark else _NO_MARKS
 
 
 def reduce_stages(

@@ -16,15 +16,16 @@ import torch.distributed as dist
 from torch import nn
 
 from qsdp.agreement import require_agreement_in
-from qsdp.exchange import gather_rows
+from qsdp.exchange import gather_between
 from qsdp.fsdp import groups_of, units_of
 from qsdp.levels import Learnable, LevelLearner, uniform_levels
 from qsdp.memory import KeptWeights
 from qsdp.param_group import find_param_groups
 from qsdp.stages import piece_layout
+from qsdp.stats import CommMeter
 from qsdp.unit import Unit
 
-FORMAT = 3
+FORMAT = 4
 _NEVER = -1  # as the step of tables that were not learned yet
 
 
@@ -146,9 +147,12 @@ def _load_own(unit: Unit, state: Mapping[str, torch.Tensor]) -> None:
     suffix = f".rank{dist.get_rank()}"
     started = bool(state[f"progress.{unit.handle.path}"][1])
     for name, kept in _kept(unit).items() if started else ():
-        kept.restart(*(state[f"{kind}.{name}{suffix}"] for kind in ("kept", "sent", "pace")))
-        for work in gather_rows(kept.wire, unit.gather_route):
-            work.wait()
+        kept.restart(*(state[f"{kind}.{name}{suffix}"] for kind in ("kept", "digests", "pace")))
+        rows = kept.rows()
+        for transfers in gather_between(rows, unit.gather_route, CommMeter(), stock=0):
+            for work in transfers:
+                work.wait()
+        kept.refill(rows)
     for kind, residuals in _residuals(unit).items():
         names = [name for name in _residual_shapes(unit) if name.startswith(f"{kind}.")]
         device = unit.handle.device

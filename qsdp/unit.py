@@ -13,8 +13,9 @@ from qsdp.config import QSDPConfig
 from qsdp.exchange import Route, launched_ranks_per_node, route
 from qsdp.kernels.philox import derive_key
 from qsdp.levels import Learnable, LevelLearner
-from qsdp.memory import Keeping, KeptWeights, Residuals
+from qsdp.memory import KeptWeights
 from qsdp.param_group import ParamGroup
+from qsdp.residuals import Residuals
 from qsdp.rows import warm_up
 from qsdp.streams import Turns
 from qsdp.watch import Watch
@@ -23,11 +24,12 @@ from qsdp.ways import (
     Direction,
     Feedback,
     Way,
+    kept_layout,
     quantizer_of,
     row_layout,
     schedule_of,
 )
-from qsdp.wire import VALUE_DTYPES, Segment, WireLayout
+from qsdp.wire import VALUE_DTYPES, WireLayout
 
 _WEIGHTS, _GRADIENTS, _REPLICAS = 0, 1, 2  # for keys; DDP's is 3
 _LEARNED_DIRECTIONS: tuple[Direction, ...] = ("weights", "gradients")
@@ -145,9 +147,8 @@ class Unit:
             return
         for part in self.parts() if self.quantizes("weights") else ():
             size, device = self.gather_route.size, self.handle.device
-            warm_up(part.layout, size, part.dtype, device)
-            if part.kept is not None:
-                warm_up(part.kept.layout, size, part.dtype, device, keeps=True)
+            kept = part.kept
+            warm_up(part.layout, size, part.dtype, device, kept.layout if kept else None)
         if self.quantizes("gradients") and len({*gathered}) == 1:
             reduction = self._reduction(self.everything, reduced or gathered[0])
             for layout in (reduction.layout, reduction.inside):
@@ -306,9 +307,13 @@ class Unit:
         layout = self.layout("weights", indices, dtype)
         if not any(isinstance(way, Differences) for way in ways):
             return Part(indices, dtype, layout, None)
-        keeping = [_keeping(way, self.sizes[i]) for way, i in zip(ways, indices, strict=True)]
-        size, rank = self.gather_route.size, self.gather_route.rank
-        kept = KeptWeights(keeping, dtype, size, rank, self.handle.device)
+        rows = kept_layout([self.sizes[i] for i in indices], ways, dtype, self.config.verify)
+        kept = KeptWeights(
+            rows,
+            [way.quantizer if isinstance(way, Differences) else None for way in ways],
+            *(self.gather_route.counterparts, self.gather_route.rank, self.handle.device),
+            offload=any(isinstance(way, Differences) and way.offload for way in ways),
+        )
         return Part(indices, dtype, layout, kept)
 
     def feeds_back(self, direction: Direction, index: int) -> bool:
@@ -340,10 +345,3 @@ class Unit:
         self, direction: Direction, indices: tuple[int, ...]
     ) -> tuple[str | None, ...]:
         return tuple(self.names[i] if self.feeds_back(direction, i) else None for i in indices)
-
-
-def _keeping(way: Way, numel: int) -> Keeping:
-    """What travels as differences is kept as its way says, all else as it is gathered."""
-    if isinstance(way, Differences):
-        return Keeping(Segment(numel, way.kept), differences=way.quantizer)
-    return Keeping(Segment(numel), differences=None)

@@ -50,14 +50,18 @@ class Learned:
 class Differences:
     """Weights travel as differences to what every rank keeps of them (SDP4Bit).
 
-    Errors do not add up over steps, and the gather in backward moves nothing. The price is memory
-    for the whole model on every rank, twice what ``kept`` says: about two bytes a parameter with 8
-    bits.
+    Errors do not add up over steps, and the gather in backward moves nothing between nodes. The
+    price is memory: every rank keeps the weights in the format of ``kept``, about a byte a
+    parameter with 8 bits; of the whole model, or where collectives take two levels of one
+    ``ranks_per_node``-th of it, which ranks of a node then tell each other in both gathers.
 
     Attributes:
         quantizer: of the differences.
         kept: the quantizer in which ranks keep the weights, which are those that they compute with,
             with ``rounding="nearest"``; or None for the dtype that FSDP gathers.
+        offload: keep them in the host's memory, from where they are copied to the accelerator for
+            each gather. One parameter's wish holds for all that are gathered with it. On CPUs it
+            changes nothing.
 
     Raises:
         TypeError, ValueError: a part of the wrong type, or one that does not fit.
@@ -65,9 +69,12 @@ class Differences:
 
     quantizer: Quantizer
     kept: Quantizer | None = field(default_factory=lambda: Quantizer(8, rounding="nearest"))
+    offload: bool = False
 
     def __post_init__(self) -> None:
         require_kind("Differences", "quantizer", self.quantizer, (Quantizer,))
+        if not isinstance(self.offload, bool):
+            raise TypeError(f"Differences(offload=...) must be True or False, got {self.offload!r}")
         require_kind("Differences", "kept", self.kept, (Quantizer, None))
         if self.kept is not None and self.kept.rounding != "nearest":
             raise ValueError(
@@ -149,6 +156,20 @@ def row_layout(
     return wire_layout(tuple(segments), dtype, verify, mark, direction != "weights")
 
 
+def kept_layout(
+    sizes: Sequence[int], ways: Sequence[Way], dtype: torch.dtype, verify: bool
+) -> WireLayout:
+    """Layout of a row of weights as ranks keep it, where parameters travel as differences.
+
+    What does not is kept as it is gathered. Arguments are those of :func:`row_layout`.
+    """
+    segments = [
+        Segment(size, way.kept if isinstance(way, Differences) else None)
+        for size, way in zip(sizes, ways, strict=True)
+    ]
+    return wire_layout(tuple(segments), dtype, verify, mark=True)
+
+
 def quantizer_of(way: Way) -> Quantizer | None:
     """The quantizer inside a way; None for full precision."""
     while not isinstance(way, Quantizer | None):
@@ -176,7 +197,8 @@ def way_to_json(way: Way) -> dict[str, Any] | None:
     if isinstance(way, Learned):
         return {"learned": asdict(way.quantizer), "schedule": asdict(way.schedule)}
     if isinstance(way, Differences):
-        return {"differences": asdict(way.quantizer), "kept": way.kept and asdict(way.kept)}
+        kept = {"kept": way.kept and asdict(way.kept), "offload": way.offload}
+        return {"differences": asdict(way.quantizer), **kept}
     if isinstance(way, Feedback):
         return {"feedback": way_to_json(way.quantizer)}
     return None if way is None else asdict(way)
@@ -191,19 +213,20 @@ def way_from_json(value: Any, name: str) -> Any:
     kind = next((k for k in ("learned", "differences", "feedback") if k in value), None)
     if kind is None:
         return Quantizer.from_json(value, name)
-    other = {"learned": "schedule", "differences": "kept", "feedback": None}[kind]
+    others = {"learned": ["schedule"], "differences": ["kept", "offload"], "feedback": []}[kind]
     for key in value:
-        if key not in (kind, other):
-            raise ValueError(f"unknown field {key!r} of {name}: beside {kind!r} goes {other!r}")
+        if key not in (kind, *others):
+            allowed = " and ".join(map(repr, others)) or "nothing"
+            raise ValueError(f"unknown field {key!r} of {name}: beside {kind!r} goes {allowed}")
     if kind == "feedback":
         return Feedback(way_from_json(value[kind], f"{name}.{kind}"))
     inner = Quantizer.from_json(value[kind], f"{name}.{kind}")
     if kind == "learned":
         return Learned(inner, LevelSchedule(**value.get("schedule") or {}))
-    if "kept" not in value:
-        return Differences(inner)
-    kept = value["kept"]
-    return Differences(inner, None if kept is None else Quantizer.from_json(kept, f"{name}.kept"))
+    more = {key: value[key] for key in others if key in value}
+    if more.get("kept") is not None:
+        more["kept"] = Quantizer.from_json(more["kept"], f"{name}.kept")
+    return Differences(inner, **more)
 
 
 def ways_from_json(value: Any, name: str) -> Ways:

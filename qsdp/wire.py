@@ -182,6 +182,14 @@ class WireLayout:
         """View: (..., bytes) uint8, the packed codes of the segment."""
         return wire[..., span.data_offset : span.data_offset + span.segment.code_bytes]
 
+    def places(self, span: Span) -> tuple[slice, ...]:
+        """Where bytes of a segment lie in a row: its scales and offsets, and its codes."""
+        segment, start = span.segment, span.data_offset
+        if segment.quantizer is None:
+            return (slice(start, start + self.raw_bytes(span)),)
+        meta = slice(span.meta_offset, span.meta_offset + segment.meta_bytes)
+        return meta, slice(start, start + segment.code_bytes)
+
     def raw(self, wire: torch.Tensor, span: Span) -> torch.Tensor:
         """View: (..., bytes) uint8, a full-precision segment."""
         return wire[..., span.data_offset : span.data_offset + self.raw_bytes(span)]

@@ -88,7 +88,8 @@ def case_slow_links_get_few_bits(rank: int) -> None:
     assert decision.name == "w4g4" and decision.config == qsdp.QSDPConfig.preset("w4g4")
     assert [*decision.predicted_s] == ["stock", "unquantized", "w8g8", "w4g4"]
     assert qsdp.QSDPConfig.from_json(decision.to_json()["config"]) == decision.config
-    assert decision.kept_bytes > 2 * sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    assert matrices < decision.kept_bytes < 1.2 * matrices
     assert len(lines) == (2 if rank == 0 else 0)
     for said in lines:
         assert said.startswith("qsdp: auto chose w4g4: measured ") and "\n" not in said

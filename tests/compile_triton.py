@@ -134,18 +134,16 @@ def call_all(layout: WireLayout, num_rows: int, key: int) -> None:
     triton_gpu.decode(wire, layout, values)
     triton_gpu.decode_sum(wire, layout, values[0], divide=3.0)
     if not layout.zero_maps:
-        triton_gpu.accumulate(values, layout, wire, wire.clone())
+        triton_gpu.accumulate(values, layout, wire)
         stats = torch.zeros(len(layout.spans), 4, dtype=torch.float64)
-        triton_gpu.difference(*(values[0], layout, wire[0], values[0], values[0], stats))
+        triton_gpu.difference(values[0], layout, wire[0], values[0], stats)
 
 
 def warm_up(layout: WireLayout, num_rows: int) -> None:
-    kept = not layout.zero_maps
     triton_gpu.warm_up(
         *(layout, num_rows, layout.dtype, torch.device("cpu")),
         divide=3.0,
-        accumulate=kept,
-        difference=kept,
+        kept=None if layout.zero_maps else layout,
     )
 
 

@@ -950,7 +950,7 @@ def four_case_one_mistake_reaches_all_groups(rank: int) -> None:
     )
     state = {"format": torch.tensor([7, 7])} if rank == 3 else {}
     model = qsdp.apply_qsdp(build(mesh=mesh), "w4g4")
-    raises_everywhere(lambda: qsdp.load_comm_state_dict(model, state), "reads format 3, got 7")
+    raises_everywhere(lambda: qsdp.load_comm_state_dict(model, state), "reads format 4, got 7")
 
 
 CASES = {name: fn for name, fn in list(globals().items()) if name.startswith("case_")}

@@ -25,7 +25,7 @@ import torch
 
 from qsdp.kernels import build, cpu, reference
 from qsdp.kernels.compare import same_bits, same_stats
-from qsdp.quantizer import MAX_BITS, MIN_BITS, every_format
+from qsdp.quantizer import MAX_BITS, MIN_BITS, Quantizer, every_format
 from qsdp.wire import VALUE_DTYPES, Segment, WireLayout, wire_layout
 
 BITS = range(MIN_BITS, MAX_BITS + 1)
@@ -280,43 +280,49 @@ def _differences(case: Case, layout: WireLayout, memory: Memory) -> list[str]:
 def _kept_differences(
     case: Case, values: torch.Tensor, wire: torch.Tensor, memory: Memory
 ) -> list[str]:
-    """The same for what is done with weights that are kept, in layouts without maps."""
-    found = []
+    """The same for changes of weights that are kept, in layouts without maps.
+
+    The case's formats are those of changes, or those in which weights are kept.
+    """
+    found, random = [], Random(case.seed)
     of_values, of_wire, of_out = case.misalignments
-    layout = wire_layout(case.segments, case.dtype)
-    before = wire[:, : layout.row_bytes].contiguous()
-    if before.shape[1] != layout.row_bytes or not case.random_wire:
-        before = torch.empty((case.num_rows, layout.row_bytes), dtype=torch.uint8)
-        reference.encode(values.flip(0), layout, before, key=case.key)
-    own_before = memory.rows(before, of_wire, False)
+    other = Quantizer(random.randint(2, 8), random.choice((32, 96, 128, 1024, 4096)), "dither")
+    others = tuple(s if s.quantizer is None else replace(s, quantizer=other) for s in case.segments)
+    pair = [wire_layout(segments, case.dtype) for segments in (case.segments, others)]
+    layout, kept_layout = pair if random.random() < 0.5 else reversed(pair)
 
-    sums, after = values.clone(), torch.empty_like(before)
-    own_sums, own_after = (
-        memory.rows(sums, of_values, False),
-        memory.rows(after, of_out, False, fill=False),
-    )
-    reference.accumulate(sums, layout, before, after)
-    cpu.accumulate(own_sums, layout, own_before, own_after)
-    if not same_bits(sums, own_sums):
-        found.append("accumulate")
-    if not torch.equal(after, own_after):
-        found.append("what accumulate encodes")
+    def encoded(rows: torch.Tensor, of: WireLayout) -> torch.Tensor:
+        damaged = wire[:, : of.row_bytes].contiguous()
+        if case.random_wire and damaged.shape[1] == of.row_bytes:
+            return damaged
+        into = torch.empty((len(rows), of.row_bytes), dtype=torch.uint8)
+        reference.encode(rows, of, into, key=case.key)
+        return into
 
-    generator = torch.Generator().manual_seed(case.seed)
-    same = torch.rand(layout.numel, generator=generator) < 0.5
-    sent, change = torch.where(same, values[0], values[-1].flip(0)), torch.empty_like(values[0])
-    stats = torch.empty(len(layout.spans), 4, dtype=torch.float64)
-    own_sent, own_change = (memory.rows(x[None], of_out, False)[0] for x in (sent, change))
-    own_stats = torch.empty_like(stats)
-    own = memory.rows(values[:1], of_values, False)[0]
-    reference.difference(values[0], layout, before[0], sent, change, stats)
-    cpu.difference(own, layout, own_before[0], own_sent, own_change, own_stats)
-    if not same_bits(change, own_change):
-        found.append("difference")
-    if not torch.equal(sent.view(torch.uint8), own_sent.contiguous().view(torch.uint8)):
-        found.append("what difference keeps")
+    kept, changes = encoded(values.flip(0), kept_layout), encoded(values, layout)
+    own_kept = memory.rows(kept, of_wire, False)
+    own_changes = memory.rows(changes, of_out, False)
+
+    sent, own_sent = (torch.empty(1, layout.row_bytes, dtype=torch.uint8) for _ in range(2))
+    own_sent = memory.rows(own_sent, of_out, False, fill=False)
+    stats, own_stats = (torch.empty(len(layout.spans), 4, dtype=torch.float64) for _ in range(2))
+    own = memory.rows(values[:1], of_values, False)
+    draws = {"key": case.key, "first_row": case.first_row}
+    reference.encode_changes(values[0], layout, sent[0], kept[0], kept_layout, stats, **draws)
+    cpu.encode_changes(own[0], layout, own_sent[0], own_kept[0], kept_layout, own_stats, **draws)
+    if not torch.equal(sent, own_sent):
+        found.append("encode_changes")
     if not same_stats(own_stats, stats):
-        found.append("what difference counts")
+        found.append("what encode_changes counts")
+
+    sums, own_sums = torch.empty_like(values), memory.rows(values, of_values, False, fill=False)
+    senders = {"first_sender": case.first_row, "sender_step": 3}
+    reference.add_changes(changes, layout, kept, kept_layout, sums, **senders)
+    cpu.add_changes(own_changes, layout, own_kept, kept_layout, own_sums, **senders)
+    if not same_bits(sums, own_sums):
+        found.append("add_changes")
+    if not torch.equal(kept, own_kept):
+        found.append("what add_changes keeps")
     return found
 
 

@@ -32,8 +32,8 @@ class WrongCodes:
     NAME = "wrong"
     decode = staticmethod(reference.decode)
     decode_sum = staticmethod(reference.decode_sum)
-    accumulate = staticmethod(reference.accumulate)
-    difference = staticmethod(reference.difference)
+    encode_changes = staticmethod(reference.encode_changes)
+    add_changes = staticmethod(reference.add_changes)
 
     @staticmethod
     def encode(
@@ -73,7 +73,7 @@ def test_json_rows_are_complete(capsys: pytest.CaptureFixture[str]) -> None:
     assert formats["decode"] == formats["decode_sum"] < formats["encode"]
     assert formats["encode"] > {"nearest", "stochastic", "shift", "dither", "nearest levels"}
     assert "dither bfloat16 hadamard block 128" in formats["decode"]
-    assert formats["accumulate"] == {"nearest"}
+    assert formats["encode_changes"] == formats["add_changes"] == {"nearest"}
     assert {row["bits"] for row in rows} == {8, 4}
 
 

@@ -130,9 +130,11 @@ def test_differences_leave_the_host_alone_while_training(
     looked: list[bool] = []
     to_renew = KeptWeights.to_renew
 
-    def spy(self: KeptWeights, marks: torch.Tensor, looks: bool) -> list[bool] | None:
+    def spy(
+        self: KeptWeights, marks: torch.Tensor, looks: bool, due: list[bool] | None
+    ) -> list[bool] | None:
         looked.append(looks)
-        return to_renew(self, marks, looks)
+        return to_renew(self, marks, looks, due)
 
     monkeypatch.setattr(KeptWeights, "to_renew", spy)
     run.step()  # the hosts have not looked at anything yet

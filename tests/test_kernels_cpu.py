@@ -135,7 +135,11 @@ def test_sums_of_a_difference_do_not_depend_on_threads() -> None:
     form = Quantizer(8, 1024, "nearest")
     segments = (Segment(100_003, form), Segment(5), Segment(70_000, replace(form, block_size=96)))
     layout = wire_layout(segments, torch.float32)
+    other = Quantizer(4, 128, "nearest")
+    changes = tuple(Segment(s.numel, s.quantizer and other) for s in segments)
+    travel = wire_layout(changes, torch.float32)
     values = torch.randn(layout.numel)
+    wire = torch.empty(1, travel.row_bytes, dtype=torch.uint8)
     before = torch.empty(1, layout.row_bytes, dtype=torch.uint8)
     cpu.encode((values * 1.01)[None], layout, before, key=0)
     results = []
@@ -144,8 +148,7 @@ def test_sums_of_a_difference_do_not_depend_on_threads() -> None:
         for count in (1, 2, 3, 7):
             torch.set_num_threads(count)
             stats = torch.empty(3, 4, dtype=torch.float64)
-            change = torch.empty_like(values)
-            cpu.difference(values, layout, before[0], values.clone(), change, stats)
+            cpu.encode_changes(values, travel, wire[0], before[0], layout, stats, key=0)
             results.append(stats)
     finally:
         torch.set_num_threads(threads)

@@ -80,26 +80,26 @@ def few_mismatches(layout: WireLayout, values: torch.Tensor, dtype: torch.dtype)
 
 
 def update_mismatches(layout: WireLayout, values: torch.Tensor) -> list[str]:
-    """Of accumulate, where half of the values are zero, and difference."""
+    """Of what is kept in the layout's formats: accumulate, where half is zero, and difference."""
     found = []
-    layout = wire_layout(layout.segments, layout.dtype)  # without maps
-    before = torch.zeros(len(values), layout.row_bytes, dtype=torch.uint8)
-    reference.encode(values, layout, before, key=0)
-    added, after = values.flip(1).clone(), torch.zeros_like(before)
-    added[:, : layout.numel // 2] *= 0.0
-    rows, wire = added.to(DEVICE, copy=True), noise(before)
-    reference.accumulate(added, layout, before, after)
-    triton_gpu.accumulate(rows, layout, before.to(DEVICE), wire)
-    equal = torch.equal(wire.cpu(), after) and same_bits(rows.cpu(), added)
-    found += ["accumulate"] * (not equal)
-    row, sent = values[0] * 1.01, values[0].clone()
-    change, known = noise(row), sent.to(DEVICE, copy=True)
-    expected, stats = torch.zeros_like(row), torch.zeros(len(layout.spans), 4).double()
+    layout = wire_layout(layout.segments, layout.dtype, mark=True)  # without maps
+    kept = torch.zeros(len(values), layout.row_bytes, dtype=torch.uint8)
+    reference.encode(values, layout, kept, key=0)
+    row = values[0] * 1.01
+    change, expected = noise(row), torch.zeros_like(row)
+    stats = torch.zeros(len(layout.spans), 4).double()
     counts = noise(stats)
-    reference.difference(row, layout, before[0], sent, expected, stats)
-    triton_gpu.difference(row.to(DEVICE), layout, before[0].to(DEVICE), known, change, counts)
-    equal = same_bits(change.cpu(), expected) and same_bits(known.cpu(), sent)
-    return found + ["difference"] * (not equal or not same_stats(counts.cpu(), stats))
+    reference.difference(row, layout, kept[0], expected, stats)
+    triton_gpu.difference(row.to(DEVICE), layout, kept[0].to(DEVICE), change, counts)
+    equal = same_bits(change.cpu(), expected) and same_stats(counts.cpu(), stats)
+    found += ["difference"] * (not equal)
+    added = values.flip(1).clone()
+    added[:, : layout.numel // 2] *= 0.0
+    rows, wire = added.to(DEVICE, copy=True), kept.to(DEVICE, copy=True)
+    reference.accumulate(added, layout, kept)
+    triton_gpu.accumulate(rows, layout, wire)
+    equal = torch.equal(wire.cpu(), kept) and same_bits(rows.cpu(), added)
+    return found + ["accumulate"] * (not equal)
 
 
 def assert_equal(layout: WireLayout, num_rows: int = 2) -> None:
@@ -236,7 +236,7 @@ def test_tables_of_large_units_are_small() -> None:
 def test_warm_up_can_be_called_anywhere() -> None:
     """What it compiles is what is used: tests/compile_triton.py."""
     layout = wire_layout((Segment(100, Quantizer()), Segment(3)), FLOAT32)
-    triton_gpu.warm_up(layout, 2, FLOAT32, DEVICE, accumulate=True, difference=True)
+    triton_gpu.warm_up(layout, 2, FLOAT32, DEVICE, kept=layout)
     assert triton_plan.plan_for(layout, DEVICE).launches
 
 
@@ -245,7 +245,7 @@ def test_units_warm_up_what_they_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "backend_for", lambda device: triton_gpu)
     for keeps in (False, True):
         layout = wire_layout((Segment(200 + keeps, Quantizer()), Segment(3)), FLOAT32)
-        rows.warm_up(layout, 2, FLOAT32, DEVICE, keeps=keeps)
+        rows.warm_up(layout, 2, FLOAT32, DEVICE, layout if keeps else None)
         assert triton_plan.plan_for(layout, DEVICE).launches
 
 

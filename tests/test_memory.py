@@ -7,13 +7,15 @@ from itertools import pairwise
 import pytest
 import torch
 
-from qsdp import Quantizer
+from qsdp import Differences, Quantizer
 from qsdp.kernels.compare import PLAIN, dtype_name, same_bits, with_bits
 from qsdp.memory import WHOLE as WHOLE_MARK
-from qsdp.memory import Keeping, KeptWeights, Residuals
+from qsdp.memory import KeptWeights
 from qsdp.quantizer import every_format, format_name
-from qsdp.rows import decode_rows, encode_rows
+from qsdp.residuals import Residuals
+from qsdp.rows import decode_rows
 from qsdp.watch import Watch
+from qsdp.ways import kept_layout, row_layout
 from qsdp.wire import Segment, WireLayout, wire_layout
 from tests.test_quantizer import WORST_STEPS
 
@@ -35,26 +37,24 @@ class TwoRanks:
         kept_in: Quantizer = EIGHT,
         on_host: bool = True,
     ) -> None:
-        keeping = [
-            Keeping(Segment(200, kept_in), differences),
-            Keeping(Segment(0, kept_in), differences),
-            Keeping(Segment(70), differences),
-            Keeping(Segment(33), None),
-        ]
-        segments = tuple(Segment(k.segment.numel, k.differences) for k in keeping)
-        self.travel = wire_layout(segments, dtype)
-        self.kept = [KeptWeights(keeping, dtype, 2, own, CPU) for own in range(2)]
+        way, plain = Differences(differences, kept_in), Differences(differences, None)
+        sizes, ways = (200, 0, 70, 33), (way, way, plain, None)
+        self.travel = row_layout(sizes, ways, "weights", dtype, verify=False)
+        layout = kept_layout(sizes, ways, dtype, verify=False)
+        formats = [way and way.quantizer for way in ways]
+        self.kept = [KeptWeights(layout, formats, range(2), own, CPU) for own in range(2)]
         for kept in self.kept:
             kept.on_host = on_host
         self.reductions = 0
         self.whole = [False, False]
+        self.due: list[list[bool] | None] = [None, None]
 
     def start(self, masters: torch.Tensor) -> torch.Tensor:
         """The first gather, in full precision: (2, NUMEL) weights, the same on both."""
         both = [masters.clone() for _ in self.kept]
         for kept, rows in zip(self.kept, both, strict=True):
             assert not kept.started
-            kept.start(rows, masters[kept.own])
+            kept.start(rows)
             assert kept.started
         return self._same(both)
 
@@ -73,21 +73,25 @@ class TwoRanks:
         wire = torch.empty(2, self.travel.row_bytes, dtype=torch.uint8)
         marks = torch.zeros(2, dtype=torch.int64)
         for rank, kept in enumerate(self.kept):
-            change, marks[rank] = kept.outgoing(masters[rank], self.reductions, looks[rank])
-            row = wire[rank : rank + 1]
-            encode_rows(change[None], self.travel, row, key=0, first_row=rank, sender=rank)
+            self.due[rank] = kept.due()
+            marks[rank] = kept.outgoing(
+                masters[rank], self.travel, wire[rank], 0, self.reductions, looks[rank]
+            )
+        assert torch.equal(self.travel.marks(wire), marks)
         self.whole = [bool(mark & WHOLE_MARK) for mark in marks.tolist()]
         both = [torch.empty_like(masters) for _ in self.kept]
         for kept, rows in zip(self.kept, both, strict=True):
-            decode_rows(wire, self.travel, rows)
-            kept.arrived(rows)
-        renewals = [k.to_renew(marks, look) for k, look in zip(self.kept, looks, strict=True)]
+            kept.arrived(wire, self.travel, rows, ())
+        renewals = [
+            kept.to_renew(marks, look, due)
+            for kept, look, due in zip(self.kept, looks, self.due, strict=True)
+        ]
         assert renewals[0] == renewals[1], "ranks would wait for each other"
         self.renewed = renewals[0]
         if self.renewed is not None:
+            own = [k.own_row(self.renewed, masters[k.own]) for k in self.kept]
             for kept in self.kept:
-                kept.renew(self.renewed)
-            self.share()
+                kept.refill(torch.stack(own))
             for kept, rows in zip(self.kept, both, strict=True):
                 kept.read(rows)
         return self._same(both)
@@ -163,9 +167,13 @@ def test_what_has_not_changed_stays_bit_for_bit(form: Quantizer, dtype: torch.dt
         before = ranks.gather(masters)
         for _ in range(2):
             for kept in ranks.kept:
-                change, mark = kept.outgoing(masters[kept.own], ranks.reductions, False)
-                assert not change[: AS_IS.start].any() and not mark
-                assert torch.equal(change[AS_IS], masters[kept.own, AS_IS])
+                row = torch.empty(ranks.travel.row_bytes, dtype=torch.uint8)
+                rest = masters[kept.own], ranks.travel, row, 0, ranks.reductions, False
+                assert not kept.outgoing(*rest)
+                change = torch.empty_like(masters[:1])
+                decode_rows(row[None], ranks.travel, change)
+                assert not change[0, : AS_IS.start].any()
+                assert torch.equal(change[0, AS_IS], masters[kept.own, AS_IS])
             assert same_bits(ranks.gather(masters), before)
         alone = masters.clone()
         alone[0] += 0.01
@@ -252,7 +260,7 @@ def test_a_restart_goes_on_bit_for_bit(dtype: torch.dtype) -> None:
     resumed.reductions = ranks.reductions
     for old, new in zip(ranks.kept, resumed.kept, strict=True):
         state = old.state()
-        new.restart(state["kept"], state["sent"], state["pace"])
+        new.restart(state["kept"], state["digests"], state["pace"])
         for part in state.values():
             part.zero_()  # copies were taken
         assert new.started
@@ -281,7 +289,7 @@ def test_kept_weights_of_an_inference_serve_training() -> None:
     with torch.inference_mode():
         ranks.gather(masters * 1.01)
     state = ranks.kept[0].state()
-    ranks.kept[0].restart(state["kept"], state["sent"], state["pace"])
+    ranks.kept[0].restart(state["kept"], state["digests"], state["pace"])
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=dtype_name)
@@ -325,7 +333,7 @@ def test_hosts_that_do_not_look_learn_one_gather_later(looks: tuple[bool, bool])
     resumed = TwoRanks()
     resumed.reductions = ranks.reductions
     for kept, state in zip(resumed.kept, saved, strict=True):
-        kept.restart(state["kept"], state["sent"], state["pace"])
+        kept.restart(state["kept"], state["digests"], state["pace"])
     resumed.share()
     assert torch.equal(resumed.gather(loaded, trained=False)[1], weights[1])
 

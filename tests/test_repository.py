@@ -28,7 +28,7 @@ LAYERS = (
     {"rows", "levels"},
     {"ways"},
     {"config"},
-    {"exchange", "memory"},
+    {"exchange", "memory", "residuals"},
     {"agreement", "stages"},
     {"collectives"},
     {"param_group"},
@@ -54,7 +54,7 @@ NOT_PRIVATE = {"_asdict", "_replace", "_make", "_fields", "_field_defaults", "_n
 
 MAX_LINES = 400
 MAX_FUNCTION_LINES = 60
-MAX_CORE_LINES = 6400  # 1,500 of them Triton, 300 the bridge to C++
+MAX_CORE_LINES = 6700  # 1,500 of them Triton, 300 the bridge to C++
 
 
 def name_of(path: Path) -> str:

@@ -8,21 +8,24 @@ import torch
 import qsdp
 from qsdp import Quantizer
 from qsdp.kernels import reference
+from qsdp.kernels.changes import digest
 from qsdp.kernels.compare import dtype_name, same_bits
 from qsdp.kernels.reference import pack, unpack
 from qsdp.quantizer import every_format, format_name
 from qsdp.rows import (
-    accumulate_rows,
+    add_changes,
     check_rows,
     decode_rows,
-    difference_rows,
+    encode_changes,
     encode_rows,
+    finish_row,
     sum_rows,
     take_rows,
 )
 from qsdp.wire import (
     VALUE_DTYPES,
     Segment,
+    WireLayout,
     code_bytes,
     damaged_rows,
     planes,
@@ -221,8 +224,10 @@ def test_marks_travel_beside_the_values(checksum: bool) -> None:
     values = torch.randn(2, 103)
     wire, without = (take_rows(2, each, values.device) for each in (layout, plain))
     encode_rows(values, plain, without, key=0)
-    for mark, expected in ((False, 0), (True, 1), (torch.tensor(True), 1)):
-        encode_rows(values, layout, wire, key=0, mark=mark)
+    for mark, expected in ((0, 0), (3, 3), (torch.tensor(1), 1)):
+        encode_rows(values, layout, wire, key=0)
+        for row in wire:
+            finish_row(row, layout, mark)
         assert layout.marks(wire).tolist() == [expected] * 2
         assert torch.equal(wire[:, : plain.payload_bytes], without[:, : plain.payload_bytes])
     encode_rows(values[:1], layout, wire[:1], key=0)
@@ -236,47 +241,70 @@ def test_marks_travel_beside_the_values(checksum: bool) -> None:
     assert torch.equal(back, expected)
 
 
+def write_marks(wire: torch.Tensor, layout: WireLayout, marks: torch.Tensor) -> None:
+    layout.marks(wire).copy_(marks)
+    if layout.checksum:
+        seal(wire)
+
+
+def of_changes(form: Quantizer, numel: int, dtype: torch.dtype = torch.float32) -> WireLayout:
+    return wire_layout((Segment(numel, form), Segment(5)), dtype, mark=True)
+
+
 @pytest.mark.parametrize("form", every_format(4, 32), ids=format_name)
-def test_accumulate_adds_to_what_was_there(form: Quantizer) -> None:
+def test_changes_are_added_to_what_is_kept(form: Quantizer) -> None:
     """Decode, add, encode, decode; a block without a finite number counts as zero."""
-    layout = wire_layout((Segment(70, form), Segment(5)), torch.float32)
+    layout, kept_layout = of_changes(Quantizer(6, 96, "dither"), 70), of_changes(form, 70)
     first, change = torch.randn(2, 75), torch.randn(2, 75)
     first[0, 40] = torch.nan
-    before, after = (take_rows(2, layout, first.device) for _ in range(2))
-    encode_rows(first, layout, before, key=0)
-    kept, expected = torch.empty_like(first), change.clone()
-    decode_rows(before, layout, kept)
-    assert kept[0, 32:64].isnan().all()
-    expected[:, :70] += kept[:, :70].nan_to_num(0.0)
-    rows = change.clone()
-    accumulate_rows(rows, layout, before, after)
+    kept, wire = take_rows(2, kept_layout, first.device), take_rows(2, layout, first.device)
+    encode_rows(first, kept_layout, kept, key=0)
+    kept_layout.marks(kept).fill_(7)
+    encode_rows(change, layout, wire, key=1, sender=4)
+    known, expected = torch.empty_like(first), torch.empty_like(first)
+    decode_rows(kept, kept_layout, known)
+    assert known[0, 32:64].isnan().all()
+    decode_rows(wire, layout, expected, own=4)
+    expected[:, :70] += known[:, :70].nan_to_num(0.0)
+    rows = torch.empty_like(first)
+    reference.add_changes(wire, layout, kept.clone(), kept_layout, rows, first_sender=4)
+    assert not same_bits(rows, expected), "the second row is of another sender"
+    encode_rows(change[1:], layout, wire[1:], key=1, sender=6)
+    add_changes(wire, layout, kept, kept_layout, rows, range(4, 8, 2), ())
     assert torch.equal(rows[:, 70:], change[:, 70:]), "full precision is taken as it is"
-    encoded = torch.empty_like(after)
-    encode_rows(expected, layout, encoded, key=0)
-    assert torch.equal(after, encoded)
-    decode_rows(after, layout, kept)
-    assert rows.isfinite().all() and same_bits(rows, kept)
+    decode_rows(wire[1:], layout, expected[1:], own=6)
+    expected[1, :70] += known[1, :70]
+    encoded = torch.empty_like(kept)
+    encode_rows(expected, kept_layout, encoded, key=0)
+    kept_layout.marks(encoded).fill_(7)
+    assert torch.equal(kept, encoded), "and nothing behind it has changed"
+    decode_rows(kept, kept_layout, known)
+    assert rows.isfinite().all() and same_bits(rows, known)
 
 
 @pytest.mark.parametrize("form", every_format(4, 32), ids=format_name)
 def test_blocks_to_which_nothing_is_added_keep_their_bytes(form: Quantizer) -> None:
-    """Blocks of zeros of either sign do, whatever the bytes are; they decode to what they did."""
-    layout = wire_layout((Segment(100, form), Segment(5)), torch.float32)
-    before, after = (take_rows(2, layout, torch.device("cpu")) for _ in range(2))
-    before.copy_(torch.randint(0, 256, before.shape, dtype=torch.uint8))
-    change = torch.randn(2, 105)
+    """Scale, offset and codes: bit for bit what they were, for zeros of either sign."""
+    layout, kept_layout = of_changes(Quantizer(8, 32, "nearest"), 100), of_changes(form, 100)
+    first, change = torch.randn(2, 105), torch.randn(2, 105)
+    first[0, 40] = torch.nan
+    kept, wire = take_rows(2, kept_layout, first.device), take_rows(2, layout, first.device)
+    encode_rows(first, kept_layout, kept, key=0)
+    before = kept.clone()
     change[0, 32:64], change[0, 96:100], change[1, 96:100] = 0.0, -0.0, 0.0
     change[1, 32:63], change[1, 63] = 0.0, torch.nan
-    known, rows = torch.empty_like(change), change.clone()
-    decode_rows(before, layout, known)
-    accumulate_rows(rows, layout, before, after)
-    (span, _) = layout.spans
-    codes, size = layout.codes(before, span), code_bytes(32, 4)
+    encode_rows(change, layout, wire, key=0)
+    known, rows = torch.empty_like(change), torch.empty_like(change)
+    decode_rows(before, kept_layout, known)
+    add_changes(wire, layout, kept, kept_layout, rows, range(2), ())
+    (span, _) = kept_layout.spans
+    codes, size = kept_layout.codes(before, span), code_bytes(32, 4)
     for row, block in ((0, 1), (0, 3), (1, 3)):
         start, end = (min(n * size, span.segment.code_bytes) for n in (block, block + 1))
-        assert torch.equal(layout.codes(after, span)[row, start:end], codes[row, start:end])
-        meta = [layout.meta(wire, span)[row, block].view(torch.uint8) for wire in (before, after)]
-        assert torch.equal(*meta)
+        assert torch.equal(kept_layout.codes(kept, span)[row, start:end], codes[row, start:end])
+        meta = (kept_layout.meta(each, span)[row, block] for each in (before, kept))
+        assert torch.equal(*(numbers.view(torch.uint8) for numbers in meta))
+
         part = slice(32 * block, min(32 * (block + 1), 100))
         assert same_bits(rows[row, part], known[row, part])
     assert rows[1, 32:64].isnan().all(), "a NaN is something"
@@ -285,34 +313,62 @@ def test_blocks_to_which_nothing_is_added_keep_their_bytes(form: Quantizer) -> N
 
 @pytest.mark.parametrize("form", every_format(4, 32), ids=format_name)
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=dtype_name)
-def test_difference_to_what_is_kept(dtype: torch.dtype, form: Quantizer) -> None:
-    """What is to be sent, what it amounts to, and what is known as sent from then on."""
-    layout = wire_layout((Segment(70, form), Segment(5), Segment(40, form)), dtype)
+def test_what_values_differ_by_is_encoded(dtype: torch.dtype, form: Quantizer) -> None:
+    """What is sent, what it amounts to, and what tells the values from others."""
+    kept_layout = wire_layout((Segment(70, form), Segment(5), Segment(40, form)), dtype, mark=True)
+    travel = Quantizer(7, 64, "stochastic")
+    layout = wire_layout((Segment(70, travel), Segment(5), Segment(40, travel)), dtype)
     old, values = torch.randn(1, 115).to(dtype), torch.randn(115).to(dtype)
     old[0, 40] = torch.nan
-    before = take_rows(1, layout, old.device)
-    encode_rows(old, layout, before, key=0)
+    kept, (wire, expected) = take_rows(1, kept_layout, old.device), take_rows(2, layout, old.device)
+    encode_rows(old, kept_layout, kept, key=0)
     known = torch.empty_like(old)
-    decode_rows(before, layout, known)
+    decode_rows(kept, kept_layout, known)
     assert known[0, 32:64].isnan().all()
     values[:2], values[100] = torch.tensor([0.0, torch.nan]), torch.inf
-    sent, change = values.clone(), torch.full_like(values, 3.0)
-    sent[:2], sent[70:72] = torch.tensor([-0.0, torch.nan]), 9.0
     stats = torch.full((3, 4), 7.0, dtype=torch.float64)
-    difference_rows(values, layout, before[0], sent, change, stats)
-    expected = values - known[0].nan_to_num(0.0)
-    expected[70:75] = values[70:75]
-    assert same_bits(change, expected) and same_bits(sent, values)
-    assert stats[:, 2:].tolist() == [[1, 1], [2, 0], [0, 1]]
+
+    def encode() -> torch.Tensor:
+        encode_changes(values, layout, wire, kept[0], kept_layout, stats, key=9, sender=3)
+        change = values - known[0].nan_to_num(0.0)
+        change[70:75] = values[70:75]
+        encode_rows(change[None], layout, expected[None], key=9, first_row=3, sender=3)
+        assert torch.equal(wire, expected)
+        digests = [float(digest(values[span.values])) for span in layout.spans]
+        assert stats[:, 2].tolist() == digests
+        return change
+
+    encode()
+    assert stats[:, 3].tolist() == [1, 0, 1]
     assert stats[0, :2].isnan().all() and stats[1, :2].tolist() == [0, 0]
     assert stats[2, :2].tolist() == [torch.inf] * 2
     values[1], values[100] = 1.0, 2.0
-    difference_rows(values, layout, before[0], sent, change, stats)
-    assert stats[:, 2:].tolist() == [[1, 0], [0, 0], [1, 0]]
+    change = encode()
+    assert not stats[:, 3].any()
     for span, (moved, norm, _, _) in zip(layout.spans, stats.tolist(), strict=True):
-        if span.segment.quantizer is not None:
+        if span.value_offset != 70:
             squares = [float(x[span.values].double().square().sum()) for x in (change, values)]
             assert [moved, norm] == pytest.approx(squares, rel=1e-4)
+
+
+def test_digests_tell_values_from_others() -> None:
+    """One value that differs in one bit, values that changed places, and other signs of zero."""
+    values = torch.randn(3000)
+    seen = {float(digest(values))}
+    for index in range(0, 3000, 7):
+        for bit in (0, 13, 31):
+            other = values.clone()
+            other.view(torch.int32)[index] ^= -(2**31) if bit == 31 else 1 << bit
+            seen.add(float(digest(other)))
+    assert len(seen) == 1 + 3 * len(range(0, 3000, 7))
+    assert float(digest(values.flip(0))) not in seen
+    assert float(digest(-values)) not in seen
+    assert float(digest(torch.zeros(8))) != float(digest(-torch.zeros(8)))
+    assert float(digest(torch.zeros(0))) == 0.0
+    strange = torch.tensor([0x7FC00000, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
+    assert strange.isnan().all() and float(digest(strange)) == float(
+        digest(torch.full((3,), torch.nan))
+    )
 
 
 @pytest.mark.parametrize("zeros", (False, True))
@@ -325,20 +381,20 @@ def test_rows_in_two_dimensions(zeros: bool, monkeypatch: pytest.MonkeyPatch) ->
     values[2:4, :64] = 0.0
     expected = take_rows(6, layout, values.device)
     marks = torch.arange(6)
-    encode_rows(values, layout, expected, key=3, mark=marks)
+    encode_rows(values, layout, expected, key=3)
+    write_marks(expected, layout, marks)
     wire = torch.empty(3, 2, layout.row_bytes + 16, dtype=torch.uint8).transpose(0, 1)
     wire = wire[..., 8:-8]
     scattered = torch.empty(3, 2, 109).transpose(0, 1)[..., 6:]
     scattered.copy_(values.view(2, 3, 103))
-    encode_rows(scattered, layout, wire, key=3, mark=marks.view(2, 3))
+    encode_rows(scattered, layout, wire, key=3)
+    write_marks(wire, layout, marks.view(2, 3))
     assert torch.equal(wire.flatten(0, 1), expected)
     assert torch.equal(layout.marks(wire), marks.view(2, 3))
     back = torch.empty_like(values)
     decode_rows(expected, layout, back)
     decode_rows(wire, layout, scattered, senders=tuple(range(10, 16)))
     assert torch.equal(scattered.flatten(0, 1), back)
-    encode_rows(scattered, layout, wire, key=3, mark=True)
-    assert layout.marks(wire).tolist() == [[1] * 3] * 2
     wire[1, 0, 5] ^= 1
     with pytest.raises(RuntimeError, match=r"damaged bytes from rank 13 "):
         check_rows(wire, layout, tuple(range(10, 16)))

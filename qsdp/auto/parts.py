@@ -13,10 +13,9 @@ from torch import nn
 from qsdp.config import QSDPConfig
 from qsdp.exchange import launched_ranks_per_node
 from qsdp.param_group import ParamGroup
-from qsdp.plan.sizes import Model, Parameter
+from qsdp.plan.sizes import Model, Parameter, unit_rows
 from qsdp.plan.transfers import slowest
-from qsdp.ways import Differences
-from qsdp.wire import VALUE_DTYPES, Segment, wire_layout
+from qsdp.wire import VALUE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -64,15 +63,12 @@ class Part:
         return {*self.dtypes} <= set(VALUE_DTYPES)
 
     def kept_bytes(self, config: QSDPConfig) -> int:
-        """Memory for differences: kept rows, twice, and this rank's own as it was sent."""
-        found = 0
+        """Memory for differences on each rank: rows of all ranks, or of one in each node."""
+        hops = self.has_hops and config.ranks_per_node != 1
+        found, rows = 0, self.nodes if hops else self.size
         for unit in self.model.units:
-            for parameter in unit:
-                way = config.ways_of(parameter.names, parameter.shape)["weights"]
-                if isinstance(way, Differences):
-                    segment = Segment(parameter.shard_numel(self.size), way.kept)
-                    row = wire_layout((segment,), self.dtypes[0]).row_bytes
-                    found += 2 * self.size * row + segment.numel * self.dtypes[0].itemsize
+            row = unit_rows(unit, self.size, config, *self.dtypes)
+            found += rows * row.kept
         return found
 
     def config_here(self, config: QSDPConfig) -> QSDPConfig:

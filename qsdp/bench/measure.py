@@ -21,7 +21,9 @@ from qsdp.wire import WireLayout, tensor_layout
 
 BLOCK_SIZE, SMALL_BLOCK = 1024, 128
 SUM_ROWS = 4
-OPS = ("encode", "decode", "decode_sum", "accumulate")
+OPS = ("encode", "decode", "decode_sum", "encode_changes", "add_changes")
+CHANGES = ("encode_changes", "add_changes")  # of what is kept in KEPT
+KEPT = Quantizer(8, BLOCK_SIZE, "nearest")
 # Measured beside all plain formats and all that differ from nearest rounding in one field.
 COMBINED = ("nearest levels bfloat16", "dither bfloat16 hadamard")
 COPY = "copy"
@@ -109,14 +111,14 @@ def measured_formats(op: str, bits: int, dtype: torch.dtype) -> Iterator[Quantiz
     """Every rounding and levels; of float32 also each other field alone, and two combinations.
 
     Scales in bfloat16 come with the small blocks that they are for. What decodes alike is decoded
-    once, as nearest; accumulating takes nearest rounding.
+    once, as nearest; changes are rounded to nearest.
     """
     for form in every_format():
         name = format_name(form)
         alone = form.rounding == "nearest" and len(name.split()) == 2
         if form not in PLAIN and (dtype != torch.float32 or not (alone or name in COMBINED)):
             continue
-        if op == "accumulate" and name != "nearest":
+        if op in CHANGES and name != "nearest":
             continue
         if op.startswith("decode") and form.rounding in ("stochastic", "shift"):
             continue
@@ -139,9 +141,9 @@ def _ours(backend: Backend, case: Case) -> Iterator[Candidate]:
         layout = tensor_layout(rows.shape[1], form, rows.dtype)
         wire = torch.zeros(len(rows), layout.row_bytes, dtype=torch.uint8, device=rows.device)
         backend.encode(rows, layout, wire, key=KEY)
-        # A sum is written once; accumulating reads and writes both values and wire.
-        moved = rows.nbytes // len(rows) + wire.nbytes
-        moved *= 2 if case.op == "accumulate" else 1
+        moved = rows.nbytes // len(rows) + wire.nbytes  # a sum is written once
+        if case.op in CHANGES:  # what is kept is read, and written where changes are added
+            moved += tensor_layout(rows.numel(), KEPT).row_bytes * (1 + (case.op == "add_changes"))
         block = "" if form.block_size == BLOCK_SIZE else f" block {form.block_size}"
         run = _run(backend, case, rows, layout, wire)
         yield Candidate(format_name(form) + block, case.bits, run, moved)
@@ -157,8 +159,14 @@ def _run(
         return lambda: backend.decode(wire, layout, out)
     if case.op == "decode_sum":
         return lambda: backend.decode_sum(wire, layout, out[0], divide=float(len(rows)))
-    after = torch.zeros_like(wire)
-    return lambda: backend.accumulate(out, layout, wire, after)
+    kept_layout = tensor_layout(rows.numel(), KEPT, rows.dtype)
+    kept = torch.zeros(1, kept_layout.row_bytes, dtype=torch.uint8, device=rows.device)
+    backend.encode(rows, kept_layout, kept, key=KEY)
+    if case.op == "add_changes":
+        return lambda: backend.add_changes(wire, layout, kept, kept_layout, out)
+    stats = torch.zeros(1, 4, dtype=torch.float64, device=rows.device)
+    own, row = rows[0] * 1.01, wire[0]
+    return lambda: backend.encode_changes(own, layout, row, kept[0], kept_layout, stats, key=KEY)
 
 
 def _time(

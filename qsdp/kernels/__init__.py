@@ -1,7 +1,8 @@
 """One interface, several implementations side by side; ``reference`` defines the result.
 
 A backend is a module with the functions of :class:`Backend` (contracts in
-:mod:`qsdp.kernels.reference`). :func:`backend_for` picks one by device, at the first call.
+:mod:`qsdp.kernels.reference`, for changes in
+:mod:`qsdp.kernels.changes`). :func:`backend_for` picks one by device, at the first call.
 """
 
 from __future__ import annotations
@@ -52,18 +53,30 @@ class Backend(Protocol):
         divide: float = 1.0,
     ) -> None: ...
 
-    def accumulate(
-        self, values: torch.Tensor, layout: WireLayout, before: torch.Tensor, wire: torch.Tensor
-    ) -> None: ...
-
-    def difference(
+    def encode_changes(
         self,
         values: torch.Tensor,
         layout: WireLayout,
-        before: torch.Tensor,
-        sent: torch.Tensor,
-        change: torch.Tensor,
+        wire: torch.Tensor,
+        kept: torch.Tensor,
+        kept_layout: WireLayout,
         stats: torch.Tensor,
+        *,
+        key: int,
+        first_row: int = 0,
+        sender: int = 0,
+    ) -> None: ...
+
+    def add_changes(
+        self,
+        wire: torch.Tensor,
+        layout: WireLayout,
+        kept: torch.Tensor,
+        kept_layout: WireLayout,
+        values: torch.Tensor,
+        *,
+        first_sender: int = 0,
+        sender_step: int = 1,
     ) -> None: ...
 
 

@@ -43,6 +43,7 @@ import torch
 
 from qsdp.kernels.philox import MASK32, random16_per_block, random16_per_value
 from qsdp.quantizer import Quantizer
+from qsdp.wire import Span, code_bytes
 
 FRACTION = 1 << 16
 HUGE = 2.0**126
@@ -227,3 +228,21 @@ def round_down_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
 def round_up_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
     """float32 x >= 0 to the next float32 above, or itself, that bfloat16 holds."""
     return ((x.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+
+
+def block_parts(values: torch.Tensor, span: Span) -> list[tuple[torch.Tensor, int, slice]]:
+    """Split (num_rows, segment.numel) into its full blocks and its short last one.
+
+    Returns for each part a view (num_rows, num_blocks, block), the index of its first block, and
+    its bytes among the segment's codes.
+    """
+    size, bits = span.segment.format.block_size, span.segment.format.bits
+    full, rest = divmod(span.segment.numel, size)
+    cut, full_bytes = full * size, full * code_bytes(size, bits)
+    parts = []
+    if full:
+        parts.append((values[:, :cut].unflatten(1, (full, size)), 0, slice(0, full_bytes)))
+    if rest:
+        end = full_bytes + code_bytes(rest, bits)
+        parts.append((values[:, cut:].unflatten(1, (1, rest)), full, slice(full_bytes, end)))
+    return parts

@@ -7,7 +7,7 @@ The reference always runs on the CPU: that is the specification. The formats tha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -78,13 +78,25 @@ def mismatches(
     found = _encode_mismatches(backend, layout, values, wire, device)
     for dtype, factors in zip(VALUE_DTYPES, FACTORS, strict=True):
         found += _decode_mismatches(backend, layout, wire, dtype, factors, device)
-    plain = layout
-    if any(layout.zero_maps):  # what weights are kept in has none
-        plain = wire_layout(layout.segments, layout.dtype)
-        wire = torch.empty(len(values), plain.row_bytes, dtype=torch.uint8)
-        reference.encode(values, plain, wire, key=KEY)
-    found += _accumulate_mismatches(backend, plain, values, wire, device)
-    return found + _difference_mismatches(backend, plain, values, wire, device)
+    plain = wire_layout(layout.segments, layout.dtype)  # changes need no maps of zeros
+    for travels, kept in change_layouts(plain):
+        found += _change_mismatches(backend, travels, kept, values, device)
+    return found
+
+
+def change_layouts(layout: WireLayout) -> Iterator[tuple[WireLayout, WireLayout]]:
+    """Pairs: a layout of changes, and of the same segments as they are kept.
+
+    In the layout's formats it changes or is kept; the other one is in 8 bits, in other blocks.
+    """
+    others = (Quantizer(8, 1024, "nearest"), Quantizer(8, 96, "nearest"))
+    segments = [
+        s if s.quantizer is None else replace(s, quantizer=others[s.format.block_size > 96])
+        for s in layout.segments
+    ]
+    other = wire_layout(tuple(segments), layout.dtype, mark=True)
+    yield layout, other
+    yield other, wire_layout(layout.segments, layout.dtype, mark=True)
 
 
 def _encode_mismatches(
@@ -145,51 +157,41 @@ def _decode_mismatches(
     return found
 
 
-def _accumulate_mismatches(
+def _change_mismatches(
     backend: Backend,
     layout: WireLayout,
+    kept_layout: WireLayout,
     values: torch.Tensor,
-    before: torch.Tensor,
     device: torch.device,
 ) -> list[str]:
-    """Of values in which whole blocks are zero, as where little has been learned."""
+    """Of what is kept, moved a little, and of other values; added, where some changes are zero."""
     found = []
-    added = values.flip(1).clone()
-    added[:, added.shape[1] // 4 : added.shape[1] // 2] *= 0.0  # of both signs; not for NaN
-    sums, rows = added.clone(), added.to(device)
-    expected = torch.full_like(before, 0x5A)
-    wire = torch.full_like(before, 0xA5, device=device)
-    reference.accumulate(sums, layout, before, expected)
-    backend.accumulate(rows, layout, before.to(device), wire)
-    if not torch.equal(wire.cpu(), expected):
-        found.append("what accumulate encodes")
-    if not same_bits(rows.cpu(), sums):
-        found.append("accumulate")
-    return found
-
-
-def _difference_mismatches(
-    backend: Backend,
-    layout: WireLayout,
-    values: torch.Tensor,
-    before: torch.Tensor,
-    device: torch.device,
-) -> list[str]:
-    """Of each row: of what it was encoded from, moved a little, and of another one."""
-    found = []
-    for row, other in ((values[0], values[0].flip(0)), (values[0] * 1.01, values[0])):
-        expected = (other.clone(), torch.full_like(row, 3.0))
-        got = (other.to(device), torch.full_like(row, 5.0, device=device))
+    kept = torch.full((len(values), kept_layout.row_bytes), 0x5A, dtype=torch.uint8)
+    reference.encode(values, kept_layout, kept, key=0)
+    wire = torch.full((len(values), layout.row_bytes), 0x5A, dtype=torch.uint8)
+    draws = {"key": KEY, "first_row": FIRST_ROW, "sender": SENDER}
+    for row in (values[0] * 1.01, values[0].flip(0)):
         wanted = torch.full((len(layout.spans), 4), 7.0, dtype=torch.float64)
         stats = torch.full_like(wanted, 9.0, device=device)
-        reference.difference(row, layout, before[0], *expected, wanted)
-        backend.difference(row.to(device), layout, before[0].to(device), *got, stats)
-        if not torch.equal(_words(got[0].cpu()), _words(row)):
-            found.append("what difference keeps")
-        if not same_bits(got[1].cpu(), expected[1]):
-            found.append("difference")
+        got = torch.full_like(wire[0], 0xA5, device=device)
+        reference.encode_changes(row, layout, wire[0], kept[0], kept_layout, wanted, **draws)
+        row, known = row.to(device), kept[0].to(device)
+        backend.encode_changes(row, layout, got, known, kept_layout, stats, **draws)
+        if not torch.equal(got.cpu(), wire[0]):
+            found.append("encode_changes")
         if not same_stats(stats.cpu(), wanted):
-            found.append("what difference counts")
+            found.append("what encode_changes counts")
+    changes = values.flip(1).clone()
+    changes[:, changes.shape[1] // 4 : changes.shape[1] // 2] *= 0.0  # of both signs; not for NaN
+    reference.encode(changes, layout, wire, **draws)
+    sums, rows = torch.full_like(values, 3.0), torch.full_like(values, 5.0, device=device)
+    held, senders = kept.to(device, copy=True), {"first_sender": SENDER, "sender_step": 2}
+    reference.add_changes(wire, layout, kept, kept_layout, sums, **senders)
+    backend.add_changes(wire.to(device), layout, held, kept_layout, rows, **senders)
+    if not torch.equal(held.cpu(), kept):
+        found.append("what add_changes keeps")
+    if not same_bits(rows.cpu(), sums):
+        found.append("add_changes")
     return found
 
 

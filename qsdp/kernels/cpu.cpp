@@ -1,7 +1,7 @@
 // The native CPU backend: the operations of qsdp/kernels/reference.py, same bytes.
 //
-// A plain C interface on raw pointers: no torch headers, no exceptions; only accumulate and
-// difference allocate. This file and the folder native/ are one translation unit. The kernels are written
+// A plain C interface on raw pointers: no torch headers, no exceptions; only work on changes
+// allocates. This file and the folder native/ are one translation unit. The kernels are written
 // once, for vectors of LANES 32-bit lanes, and compiled here once per instruction set; the fastest
 // one that the machine runs is chosen at the first call.
 //
@@ -79,8 +79,8 @@ struct Isa {
   bool (*supported)();
   void (*encode)(const EncodeJob&, int64_t begin, int64_t end);
   void (*decode)(const DecodeJob&, int64_t begin, int64_t end);
-  void (*accumulate)(const AccumulateJob&, int64_t begin, int64_t end);
-  void (*difference)(const DifferenceJob&, int64_t begin, int64_t end);
+  void (*encode_changes)(const ChangeJob&, int64_t begin, int64_t end);
+  void (*add_changes)(const UpdateJob&, int64_t begin, int64_t end);
 };
 
 bool always() { return true; }
@@ -100,11 +100,12 @@ bool has_avx512() {
 // Best first.
 const Isa ISAS[] = {
 #if defined(__x86_64__)
-    {"avx512", has_avx512, avx512::encode, avx512::decode, avx512::accumulate, avx512::difference},
-    {"avx2", has_avx2, avx2::encode, avx2::decode, avx2::accumulate, avx2::difference},
+    {"avx512", has_avx512, avx512::encode, avx512::decode, avx512::encode_changes,
+     avx512::add_changes},
+    {"avx2", has_avx2, avx2::encode, avx2::decode, avx2::encode_changes, avx2::add_changes},
 #endif
-    {"baseline", always, baseline::encode, baseline::decode, baseline::accumulate,
-     baseline::difference},
+    {"baseline", always, baseline::encode, baseline::decode, baseline::encode_changes,
+     baseline::add_changes},
 };
 
 const Isa* forced = nullptr;
@@ -145,6 +146,8 @@ void run(void (*kernel)(const Job&, int64_t, int64_t), const Job& job, int64_t t
   (void)useful;
   kernel(job, 0, total);
 }
+
+constexpr uint64_t DIGEST_MASK = (uint64_t(1) << 48) - 1;
 
 // Zeros behind what encoding writes of rows.
 void clear_padding(const Layout& layout, const Rows<uint8_t>& wire, int64_t num_rows) {
@@ -216,29 +219,43 @@ void qsdp_decode(const Layout* layout, const uint8_t* wire, char* out, int64_t n
   run(isa().decode, job, total, threads);
 }
 
-void qsdp_accumulate(const Layout* layout, char* values, const uint8_t* before, uint8_t* wire,
-                     int64_t num_rows, int64_t values_step, int64_t before_step, int64_t wire_step,
-                     int32_t dtype, int32_t threads) {
-  const AccumulateJob job{layout,
-                          {values, num_rows, 0, values_step * item_size(dtype)},
-                          {before, num_rows, 0, before_step},
-                          {wire, num_rows, 0, wire_step},
-                          dtype};
-  clear_padding(*layout, job.wire, num_rows);
-  run(isa().accumulate, job, num_rows * layout->numel, threads);
-}
-
 // `stats`: four numbers for each span.
-void qsdp_difference(const Layout* layout, const char* values, const uint8_t* before, char* sent,
-                     char* change, double* stats, int32_t dtype, int32_t threads) {
+void qsdp_encode_changes(const Layout* layout, const Layout* kept_layout, const char* values,
+                         uint8_t* wire, const uint8_t* kept, double* stats, int64_t first_row,
+                         uint64_t key, int64_t sender, int32_t dtype, int32_t threads) {
   const int64_t stages = divide_up(layout->numel, STAGE), count = stages + layout->num_spans;
   const std::unique_ptr<Partial[]> partials(new Partial[size_t(count)]);
-  const DifferenceJob job{layout, values, before, sent, change, partials.get(), dtype};
-  run(isa().difference, job, stages, threads, VALUES_PER_THREAD / STAGE);
-  memset(stats, 0, size_t(layout->num_spans) * sizeof(Partial::stats));
-  for (int64_t i = 0; i < count; i++)
-    for (int k = 0; k < 4 && partials[i].segment >= 0; k++)
-      stats[partials[i].segment * 4 + k] += partials[i].stats[k];
+  const ChangeJob job{layout,         kept_layout, values, kept,  wire,
+                      partials.get(), first_row,   key,    dtype, uint32_t(sender)};
+  clear_padding(*layout, {wire, 1, 0, 0}, 1);
+  run(isa().encode_changes, job, stages, threads, VALUES_PER_THREAD / STAGE);
+  const std::unique_ptr<uint64_t[]> digests(new uint64_t[size_t(layout->num_spans)]());
+  memset(stats, 0, size_t(layout->num_spans) * 4 * sizeof(double));
+  for (int64_t i = 0; i < count; i++) {
+    const Partial& part = partials[i];
+    if (part.segment < 0) continue;
+    double* const of = stats + 4 * part.segment;
+    of[0] += part.change, of[1] += part.values, of[3] += part.special;
+    digests[part.segment] += part.digest;
+    of[2] = double(digests[part.segment] & DIGEST_MASK);
+  }
+}
+
+void qsdp_add_changes(const Layout* layout, const Layout* kept_layout, const uint8_t* wire,
+                      uint8_t* kept, char* values, int64_t num_rows, int64_t wire_step,
+                      int64_t kept_step, int64_t values_step, int64_t first_sender,
+                      int64_t sender_step, int32_t dtype, int32_t threads) {
+  const int64_t total = num_rows * layout->numel;
+  const UpdateJob job{layout,
+                      kept_layout,
+                      {wire, num_rows, 0, wire_step},
+                      {kept, num_rows, 0, kept_step},
+                      {values, num_rows, 0, values_step * item_size(dtype)},
+                      total,
+                      dtype,
+                      uint32_t(first_sender),
+                      uint32_t(sender_step)};
+  run(isa().add_changes, job, divide_up(total, STAGE), threads, VALUES_PER_THREAD / STAGE);
 }
 
 }  // extern "C"

@@ -1,7 +1,7 @@
 """The native CPU backend: calls cpu.cpp, which gives the bytes of ``reference``, through ctypes.
 
 The library is built when the package is installed and loaded at the first use. This file checks
-what it passes on and keeps every layout's table of spans; it computes nothing.
+what it passes on; it computes nothing.
 """
 
 from __future__ import annotations
@@ -10,64 +10,19 @@ import ctypes
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 
-from qsdp.kernels.blocks import FRACTION, level_thresholds
-from qsdp.quantizer import CHOICES
-from qsdp.wire import Span, WireLayout
+from qsdp.kernels.cpu_tables import DTYPES, Table, table_of
+from qsdp.wire import WireLayout
 
 NAME = "cpu"
 
 LIBRARY = Path(__file__).with_name("_cpu.so")
-ABI = 6  # of cpu.cpp; a library with another number was left over from another version
+ABI = 7  # of cpu.cpp; a library with another number was left over from another version
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_ROUNDINGS = CHOICES["rounding"]  # in the order of cpu.cpp's numbers
-_MAX_TABLES = 1024
 _MEND = "install a C++ compiler (g++ or clang++), then reinstall qsdp: pip install --no-deps "
 _MEND += "--force-reinstall qsdp"
-
-
-class _Span(ctypes.Structure):
-    _fields_ = [
-        ("numel", c_int64),
-        ("value_offset", c_int64),
-        ("meta_offset", c_int64),
-        ("data_offset", c_int64),
-        ("block_size", c_int64),
-        ("bits", c_int32),
-        ("rounding", c_int32),
-        ("steps", c_int32),
-        ("symmetric", c_int32),
-        ("short_meta", c_int32),
-        ("rotated", c_int32),
-        ("levels", c_void_p),
-        ("level_tree", c_void_p),
-        ("level_codes", c_void_p),
-        ("map_offset", c_int64),
-    ]
-
-
-class _Layout(ctypes.Structure):
-    _fields_ = [
-        ("spans", c_void_p),
-        ("num_spans", c_int64),
-        ("numel", c_int64),
-        ("row_bytes", c_int64),
-        ("payload_bytes", c_int64),
-        ("dtype", c_int32),
-    ]
-
-
-class _Table(NamedTuple):
-    """A layout as cpu.cpp reads it."""
-
-    address: int
-    has_raw: bool
-    has_maps: bool
-    alive: tuple[Any, ...]  # what the address, and the id under which the table is kept, refer to
 
 
 def available() -> bool:
@@ -106,7 +61,7 @@ def encode(
     sender: int = 0,
 ) -> None:
     """See :func:`qsdp.kernels.reference.encode`."""
-    table = _table(layout)
+    table = table_of(layout)
     num_rows, inner, steps, wire_steps = _rows(values, layout.numel, wire, layout.row_bytes)
     dtype = values.dtype
     assert wire.dtype == torch.uint8
@@ -122,7 +77,7 @@ def encode(
         first_row,
         key,
         sender,
-        _DTYPES[dtype],
+        DTYPES[dtype],
         torch.get_num_threads(),
     )
 
@@ -161,55 +116,81 @@ def decode_sum(
     )
 
 
-def accumulate(
-    values: torch.Tensor, layout: WireLayout, before: torch.Tensor, wire: torch.Tensor
-) -> None:
-    """See :func:`qsdp.kernels.reference.accumulate_by`; in one pass over memory."""
-    table = _table(layout)
-    num_rows, step = _matrix(values, layout.numel)
-    steps = [step]
-    for rows in (before, wire):
-        assert rows.dtype == torch.uint8 and len(rows) == num_rows
-        steps.append(_matrix(rows, layout.row_bytes)[1])
-    assert not table.has_maps and (not table.has_raw or values.dtype == layout.dtype)
-    _library().qsdp_accumulate(
-        table.address,
-        values.data_ptr(),
-        before.data_ptr(),
-        wire.data_ptr(),
-        num_rows,
-        *steps,
-        _DTYPES[values.dtype],
-        torch.get_num_threads(),
-    )
-
-
-def difference(
+def encode_changes(
     values: torch.Tensor,
     layout: WireLayout,
-    before: torch.Tensor,
-    sent: torch.Tensor,
-    change: torch.Tensor,
+    wire: torch.Tensor,
+    kept: torch.Tensor,
+    kept_layout: WireLayout,
     stats: torch.Tensor,
+    *,
+    key: int,
+    first_row: int = 0,
+    sender: int = 0,
 ) -> None:
-    """See :func:`qsdp.kernels.reference.difference_by`; in one pass over memory."""
-    table = _table(layout)
-    for each in (values, sent, change):
-        _check(each, layout.numel)
-        assert each.dtype == layout.dtype
-    _check(before, layout.row_bytes)
+    """See :func:`qsdp.kernels.changes.encode_changes_by`; in one pass over memory."""
+    table, kept_table = _tables_of_changes(layout, kept_layout, values.dtype)
+    _check(values, layout.numel)
+    _check(wire, layout.row_bytes)
+    _check(kept, kept_layout.row_bytes)
     _check(stats.view(-1), 4 * len(layout.spans))
-    assert before.dtype == torch.uint8 and stats.dtype == torch.float64 and not table.has_maps
-    _library().qsdp_difference(
+    assert wire.dtype == kept.dtype == torch.uint8 and stats.dtype == torch.float64
+    _library().qsdp_encode_changes(
         table.address,
+        kept_table.address,
         values.data_ptr(),
-        before.data_ptr(),
-        sent.data_ptr(),
-        change.data_ptr(),
+        wire.data_ptr(),
+        kept.data_ptr(),
         stats.data_ptr(),
-        _DTYPES[values.dtype],
+        first_row,
+        key,
+        sender,
+        DTYPES[values.dtype],
         torch.get_num_threads(),
     )
+
+
+def add_changes(
+    wire: torch.Tensor,
+    layout: WireLayout,
+    kept: torch.Tensor,
+    kept_layout: WireLayout,
+    values: torch.Tensor,
+    *,
+    first_sender: int = 0,
+    sender_step: int = 1,
+) -> None:
+    """See :func:`qsdp.kernels.changes.add_changes_by`; in one pass over memory."""
+    table, kept_table = _tables_of_changes(layout, kept_layout, values.dtype)
+    num_rows, values_step = _matrix(values, layout.numel)
+    steps = []
+    for rows, size in ((wire, layout.row_bytes), (kept, kept_layout.row_bytes)):
+        assert rows.dtype == torch.uint8 and len(rows) == num_rows
+        steps.append(_matrix(rows, size)[1])
+    _library().qsdp_add_changes(
+        table.address,
+        kept_table.address,
+        wire.data_ptr(),
+        kept.data_ptr(),
+        values.data_ptr(),
+        num_rows,
+        *steps,
+        values_step,
+        first_sender,
+        sender_step,
+        DTYPES[values.dtype],
+        torch.get_num_threads(),
+    )
+
+
+def _tables_of_changes(
+    layout: WireLayout, kept_layout: WireLayout, dtype: torch.dtype
+) -> tuple[Table, Table]:
+    """Of changes and of what is kept: layouts of the same segments."""
+    table, kept_table = table_of(layout), table_of(kept_layout)
+    assert table.sizes == kept_table.sizes and not (table.has_maps or kept_table.has_maps)
+    assert layout.dtype == kept_layout.dtype == dtype
+    return table, kept_table
 
 
 def _decode(
@@ -228,7 +209,7 @@ def _decode(
 ) -> None:
     assert wire.dtype == torch.uint8
     _library().qsdp_decode(
-        _table(layout).address,
+        table_of(layout).address,
         wire.data_ptr(),
         out.data_ptr(),
         num_outputs,
@@ -240,7 +221,7 @@ def _decode(
         divide,
         first_sender,
         sender_step,
-        _DTYPES[out.dtype],
+        DTYPES[out.dtype],
         torch.get_num_threads(),
     )
 
@@ -282,76 +263,6 @@ def _check(tensor: torch.Tensor, size: int) -> None:
     assert tensor.is_cpu and tensor.is_contiguous() and tensor.shape == (size,), tensor.shape
 
 
-# By identity: hashing a layout costs more than encoding a small one. A table keeps its layout
-# alive, so an id is not used again while it is in here.
-_tables: dict[int, _Table] = {}
-
-
-def _table(layout: WireLayout) -> _Table:
-    table = _tables.get(id(layout))
-    if table is None:
-        if len(_tables) >= _MAX_TABLES:
-            _tables.clear()
-        table = _tables[id(layout)] = _build_table(layout)
-    return table
-
-
-def _build_table(layout: WireLayout) -> _Table:
-    # Empty segments have nothing on the wire, but count for the random counter: they stay.
-    maps = layout.zero_maps or (None,) * len(layout.spans)
-    spans = (_Span * len(layout.spans))(*map(_span, layout.spans, maps))
-    header = _Layout(
-        ctypes.addressof(spans),
-        len(spans),
-        layout.numel,
-        layout.row_bytes,
-        layout.payload_bytes,
-        _DTYPES[layout.dtype],
-    )
-    quantizers = [segment.quantizer for segment in layout.segments]
-    levels = [_level_tables(q.levels) for q in quantizers if q is not None and q.levels]
-    has_raw = any(quantizer is None for quantizer in quantizers)
-    alive = (layout, header, spans, levels)
-    return _Table(ctypes.addressof(header), has_raw, any(maps), alive)
-
-
-def _span(span: Span, zero_map: slice | None) -> _Span:
-    quantizer = span.segment.quantizer
-    place = (span.segment.numel, span.value_offset, span.meta_offset, span.data_offset)
-    if quantizer is None:
-        return _Span(*place, 1, map_offset=-1)  # zero bits: full precision
-    tables: list[int | None] = [None, None, None]
-    if quantizer.levels is not None:
-        tables = [table.data_ptr() for table in _level_tables(quantizer.levels)]
-    return _Span(
-        *place,
-        quantizer.block_size,
-        quantizer.bits,
-        _ROUNDINGS.index(quantizer.rounding),
-        quantizer.steps,
-        quantizer.symmetric,
-        quantizer.scale_dtype == "bfloat16",
-        quantizer.transform == "hadamard",
-        *tables,
-        -1 if zero_map is None else zero_map.start,
-    )
-
-
-@lru_cache(maxsize=_MAX_TABLES)
-def _level_tables(levels: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Levels, thresholds as a search tree, and the code of every position on the grid.
-
-    The tree lies depth after depth, with room behind it for a vector to be loaded from any of them.
-    """
-    thresholds = level_thresholds(levels)
-    depths = range(len(levels).bit_length() - 1)
-    strides = [len(levels) >> depth for depth in depths]
-    tree = torch.cat([thresholds[stride // 2 - 1 :: stride] for stride in strides])
-    tree = torch.nn.functional.pad(tree, (0, 16)).to(torch.int32)
-    codes = torch.bucketize(torch.arange(FRACTION + 1), thresholds, right=True).to(torch.uint8)
-    return torch.tensor(levels, dtype=torch.float32), tree, codes
-
-
 def _library() -> ctypes.CDLL:
     library, why = _load()
     assert library is not None, why
@@ -379,8 +290,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
             *(*(pointer,) * 3, *(size,) * 7),
             *(c_float, c_float, size, size, c_int32, c_int32),
         ),
-        "accumulate": (*(pointer,) * 4, *(size,) * 4, c_int32, c_int32),
-        "difference": (*(pointer,) * 6, c_int32, c_int32),
+        "encode_changes": (*(pointer,) * 6, size, c_uint64, size, c_int32, c_int32),
+        "add_changes": (*(pointer,) * 5, *(size,) * 6, c_int32, c_int32),
     }
     for name, types in signatures.items():
         function = getattr(library, f"qsdp_{name}")

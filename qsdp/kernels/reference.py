@@ -1,21 +1,22 @@
 """The eager PyTorch backend: readable first, and the specification of the other backends.
 
 Every other backend gives the same bytes and the same values, bit for bit (NaN counts as NaN). This
-file has what is done with rows; :mod:`qsdp.kernels.blocks` has what becomes of a block.
+file has what is done with rows, :mod:`qsdp.kernels.changes` what is done with rows that are
+remembered, and :mod:`qsdp.kernels.blocks` what becomes of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import reduce
-from typing import Any
 
 import torch
 
-from qsdp.kernels.blocks import dequantize_blocks, dither, quantize_blocks
+from qsdp.kernels.blocks import block_parts, dequantize_blocks, dither, quantize_blocks
+from qsdp.kernels.changes import accumulate_by, add_changes_by, difference_by, encode_changes_by
 from qsdp.kernels.transform import hadamard, inverse_hadamard
 from qsdp.kernels.zeros import map_zeros, write_zeros
-from qsdp.wire import Span, WireLayout, code_bytes, planes
+from qsdp.wire import Span, WireLayout, planes
 
 NAME = "reference"
 
@@ -66,7 +67,7 @@ def _encode(
         meta, codes = layout.meta(wire, span), layout.codes(wire, span)
         if quantizer.transform is not None:
             part = hadamard(part.float())
-        for blocks, block_at, code_slice in _block_parts(part, span):
+        for blocks, block_at, code_slice in block_parts(part, span):
             scale, offset, code = quantize_blocks(
                 blocks.float(), quantizer, key, index, first_row, block_at, sender
             )
@@ -142,117 +143,10 @@ def decode_sum(
         write_zeros(out[None, span.values], common[None])
 
 
-def accumulate_by(encode: Callable[..., Any], decode: Callable[..., Any]) -> Callable[..., None]:
-    """The ``accumulate`` of a backend whose ``encode`` and ``decode`` these are, step by step."""
-
-    def accumulate(
-        values: torch.Tensor, layout: WireLayout, before: torch.Tensor, wire: torch.Tensor
-    ) -> None:
-        """Add what ``before`` holds to ``values``, encode the sums, and decode them again.
-
-        A block to which nothing is added keeps its bytes: where all of a block's ``values`` are
-        zero, of either sign, its scale, offset and codes in ``wire`` are those of ``before``.
-
-        Args:
-            values: (num_rows, layout.numel), replaced by what ``wire`` holds then. Values of
-                segments in full precision are taken as they are: nothing is added to them.
-            layout: without maps of zeros.
-            before: (num_rows, layout.row_bytes) uint8; where it holds no finite number, it counts
-                as zero.
-            wire: (num_rows, layout.row_bytes) uint8, written completely; not ``before``. Random
-                rounding has key 0.
-        """
-        assert not any(layout.zero_maps)
-        kept = torch.empty_like(values)
-        decode(before, layout, kept)
-        torch.nan_to_num(kept, nan=0.0, posinf=0.0, neginf=0.0, out=kept)
-        idle = []
-        for span in layout.spans:
-            if span.segment.quantizer is not None and span.segment.numel:
-                parts = _block_parts(values[:, span.values], span)
-                idle.append((span, [(~blocks.any(-1), place) for blocks, _, place in parts]))
-                values[:, span.values] += kept[:, span.values]
-        encode(values, layout, wire, key=0)
-        for span, blocks in idle:
-            _keep_bytes(layout, span, before, wire, blocks)
-        decode(wire, layout, values)
-
-    return accumulate
-
-
-def _keep_bytes(
-    layout: WireLayout,
-    span: Span,
-    before: torch.Tensor,
-    wire: torch.Tensor,
-    idle: list[tuple[torch.Tensor, slice]],
-) -> None:
-    """Copy scales, offsets and codes of some of a segment's blocks from ``before`` to ``wire``.
-
-    ``idle`` says which: for its full blocks and its short last one, (num_rows, num_blocks) bool and
-    their bytes among the segment's codes.
-    """
-    flags = torch.cat([which for which, _ in idle], dim=1)
-    pairs = [(flags, layout.meta(before, span), layout.meta(wire, span))]
-    for which, place in idle:
-        old, new = (
-            layout.codes(rows, span)[:, place].unflatten(1, (which.shape[1], -1))
-            for rows in (before, wire)
-        )
-        pairs.append((which, old, new))
-    for which, old, new in pairs:
-        new.copy_(torch.where(which[..., None], old, new))
-
-
-def difference_by(decode: Callable[..., Any]) -> Callable[..., None]:
-    """The ``difference`` of a backend whose ``decode`` this is, step by step."""
-
-    def difference(
-        values: torch.Tensor,
-        layout: WireLayout,
-        before: torch.Tensor,
-        sent: torch.Tensor,
-        change: torch.Tensor,
-        stats: torch.Tensor,
-    ) -> None:
-        """What one row's values differ by from what ``before`` holds; ``sent`` becomes ``values``.
-
-        Segments in full precision are taken as they are: nothing is subtracted.
-
-        Args:
-            values: (layout.numel,) of layout.dtype, contiguous, as are ``sent`` and ``change``.
-            layout: without maps of zeros.
-            before: (layout.row_bytes,) uint8, of sender 0; where it decodes to no finite number, it
-                counts as zero.
-            sent: overwritten with ``values``.
-            change: written: ``values`` minus what ``before`` holds, rounded once.
-            stats: (number of segments, 4) float64, written. Of a quantized segment: the sum of
-                squares of ``change``, that of ``values``, how many values differ from ``sent`` as
-                it was (NaN from everything, -0 not from 0), how many of ``change`` are not finite.
-                Of full precision the third alone; the others are zero. Sums of squares are within
-                a relative 1e-4, if float32 holds them, and the same for every number of threads.
-        """
-        assert not any(layout.zero_maps)
-        kept = torch.empty_like(values)
-        decode(before[None], layout, kept[None])
-        torch.nan_to_num(kept, nan=0.0, posinf=0.0, neginf=0.0, out=kept)
-        stats.zero_()
-        for span, row in zip(layout.spans, stats, strict=True):
-            new, moved = values[span.values], change[span.values]
-            row[2] = (new != sent[span.values]).sum()
-            if span.segment.quantizer is None:
-                moved.copy_(new)
-                continue
-            torch.sub(new, kept[span.values], out=moved)
-            row[0], row[1] = moved.double().square().sum(), new.double().square().sum()
-            row[3] = (~moved.isfinite()).sum()
-        sent.copy_(values)
-
-    return difference
-
-
 accumulate = accumulate_by(encode, decode)
 difference = difference_by(decode)
+add_changes = add_changes_by(decode, accumulate)
+encode_changes = encode_changes_by(encode, difference)
 
 
 def pack(code: torch.Tensor, bits: int) -> torch.Tensor:
@@ -315,7 +209,7 @@ def _decode_span(
         return raw.view(layout.dtype).float()
     meta, codes = layout.meta(wire, span), layout.codes(wire, span)
     out = torch.empty(wire.shape[0], segment.numel, device=wire.device)
-    for blocks, block_at, code_slice in _block_parts(out, span):
+    for blocks, block_at, code_slice in block_parts(out, span):
         num_blocks, numel = blocks.shape[1:]
         packed = codes[:, code_slice].unflatten(1, (num_blocks, -1))
         numbers = meta[:, block_at : block_at + num_blocks].float().unbind(-1)
@@ -327,21 +221,3 @@ def _decode_span(
             r = dither(scale, offset, quantizer, numel, index, block_at, senders[:, None])
         blocks.copy_(dequantize_blocks(scale, offset, code, quantizer, r))
     return out
-
-
-def _block_parts(values: torch.Tensor, span: Span) -> list[tuple[torch.Tensor, int, slice]]:
-    """Split (num_rows, segment.numel) into its full blocks and its short last one.
-
-    Returns for each part a view (num_rows, num_blocks, block), the index of its first block, and
-    its bytes among the segment's codes.
-    """
-    size, bits = span.segment.format.block_size, span.segment.format.bits
-    full, rest = divmod(span.segment.numel, size)
-    cut, full_bytes = full * size, full * code_bytes(size, bits)
-    parts = []
-    if full:
-        parts.append((values[:, :cut].unflatten(1, (full, size)), 0, slice(0, full_bytes)))
-    if rest:
-        end = full_bytes + code_bytes(rest, bits)
-        parts.append((values[:, cut:].unflatten(1, (1, rest)), full, slice(full_bytes, end)))
-    return parts

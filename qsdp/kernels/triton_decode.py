@@ -23,6 +23,8 @@ from qsdp.kernels.triton_runs import (
     find_span,
     from_words,
     gathered,
+    load_meta,
+    load_planes,
     meta_of,
     row_number,
     row_offset,
@@ -273,34 +275,9 @@ def decode_tile(codes, meta, levels, count, start, place, FORMAT: tl.constexpr, 
 
 @triton.jit
 def load_tile(codes, meta, count, start, FORMAT: tl.constexpr, FULL: tl.constexpr):
-    """What the wire holds of a tile: scale and offset as they are stored, and three bit planes.
-
-    What a format does not have is a zero in its place.
-    """
-    MASKED: tl.constexpr = (not FULL) or FORMAT.quantizer.block_size % FORMAT.tile != 0
-    NUMBERS: tl.constexpr = 1 if FORMAT.symmetric else 2
-    BITS: tl.constexpr = FORMAT.quantizer.bits
-    numel = block_numel(count, FORMAT, FULL)
-    number = meta + NUMBERS * tl.arange(0, FORMAT.blocks)
-    scale = tl.load(number, mask=numel > 0, other=0)
-    offset = scale
-    if not FORMAT.symmetric:
-        offset = tl.load(number + 1, mask=numel > 0, other=0)
-    block = (
-        codes + (tl.arange(0, FORMAT.blocks) * (FORMAT.quantizer.block_size * BITS // 8))[:, None]
-    )
-    nothing = tl.zeros((1,), tl.uint8)
-    four, two, one = nothing, nothing, nothing
-    if BITS == 8:
-        four = _load_plane(block, numel, start, 8, FORMAT.tile, MASKED)
-    if BITS & 4:
-        four = _load_plane(block, numel, start, 4, FORMAT.tile, MASKED)
-        block += ((numel + 1) >> 1)[:, None]
-    if BITS & 2:
-        two = _load_plane(block, numel, start, 2, FORMAT.tile, MASKED)
-        block += ((numel + 3) >> 2)[:, None]
-    if BITS & 1:
-        one = _load_plane(block, numel, start, 1, FORMAT.tile, MASKED)
+    """What the wire holds of a tile: scale and offset as they are stored, and three bit planes."""
+    scale, offset = load_meta(meta, count, FORMAT, FULL)
+    four, two, one = load_planes(codes, count, start, FORMAT, FULL)
     return scale, offset, four, two, one
 
 
@@ -352,18 +329,6 @@ def tile_of_planes(loaded, FORMAT: tl.constexpr):
         if BITS & 1:
             code |= _unpacked(one, 1) << (BITS & 6)
         return code
-
-
-@triton.jit
-def _load_plane(block, numel, start, WIDTH: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """(blocks, bytes of a tile) uint8: WIDTH bits of every code."""
-    PER: tl.constexpr = 8 // WIDTH
-    byte = start // PER + tl.arange(0, TILE // PER)
-    if MASKED:
-        mask = (byte * PER)[None, :] < numel[:, None]
-        return tl.load(block + byte[None, :], mask=mask, other=0)
-    else:
-        return tl.load(block + byte[None, :])
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from qsdp.kernels.changes import add_changes_by, encode_changes_by
 from qsdp.kernels.triton_decode import decode_kernel, decode_sum_kernel
 from qsdp.kernels.triton_encode import encode_kernel
 from qsdp.kernels.triton_maps import write_maps_kernel, write_zeros_kernel
@@ -78,30 +79,31 @@ def decode_sum(
         _decode_sum(plan_for(layout, wire.device), wire, out, multiply, divide)
 
 
-def accumulate(
-    values: torch.Tensor, layout: WireLayout, before: torch.Tensor, wire: torch.Tensor
-) -> None:
-    """See :func:`qsdp.kernels.reference.accumulate_by`; in one pass over memory."""
-    assert not any(layout.zero_maps)
-    with _on(wire.device):
-        _accumulate(plan_for(layout, wire.device), values, before, wire)
+def accumulate(values: torch.Tensor, kept_layout: WireLayout, kept: torch.Tensor) -> None:
+    """See :func:`qsdp.kernels.changes.accumulate_by`; in one pass over memory."""
+    assert not any(kept_layout.zero_maps)
+    with _on(kept.device):
+        _accumulate(plan_for(kept_layout, kept.device), values, kept)
 
 
 def difference(
     values: torch.Tensor,
-    layout: WireLayout,
-    before: torch.Tensor,
-    sent: torch.Tensor,
+    kept_layout: WireLayout,
+    kept: torch.Tensor,
     change: torch.Tensor,
     stats: torch.Tensor,
 ) -> None:
-    """See :func:`qsdp.kernels.reference.difference_by`; in one pass over memory."""
-    assert not any(layout.zero_maps) and stats.is_contiguous()
+    """See :func:`qsdp.kernels.changes.difference_by`; in one pass over memory."""
+    assert not any(kept_layout.zero_maps) and stats.is_contiguous()
     with _on(values.device):
-        plan = plan_for(layout, values.device)
+        plan = plan_for(kept_layout, values.device)
         shape = COUNTS, plan.num_partials
         partials = torch.empty(shape, dtype=torch.float64, device=values.device)
-        _difference(plan, values, before, sent, change, stats, partials)
+        _difference(plan, values, kept, change, stats, partials)
+
+
+encode_changes = encode_changes_by(encode, difference)
+add_changes = add_changes_by(decode, accumulate)
 
 
 def warm_up(
@@ -111,8 +113,7 @@ def warm_up(
     device: torch.device,
     *,
     divide: float | None = None,
-    accumulate: bool = False,
-    difference: bool = False,
+    kept: WireLayout | None = None,
 ) -> None:
     """Make the tables of a layout, and compile and load the kernels that it will use.
 
@@ -123,29 +124,30 @@ def warm_up(
         num_rows: of decode and decode_sum. One row and so many are encoded and decoded.
         dtype: of values on both sides.
         divide: of decode_sum; None: ``num_rows``.
-        accumulate: also for :func:`accumulate`, of ``num_rows``.
-        difference: also for :func:`difference`.
+        kept: of what changes of ``layout`` are added to, for :func:`encode_changes` and
+            :func:`add_changes`; it is encoded and decoded too.
     """
-    plan = plan_for(layout, device)
+    plans = [plan_for(each, device) for each in (layout, kept) if each is not None]
     if INTERPRETED:
         return
-    idle = plan.without_programs()
 
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")  # launched without programs: unread
 
     with _on(device):
-        for rows in {1, num_rows}:
-            values = empty(rows, layout.numel)
-            wire = empty(rows, layout.row_bytes, of=torch.uint8)
-            _encode(idle, values, wire, 0, 0, 0)
-            _decode(idle, wire, values, 0, 1)
+        for idle in (plan.without_programs() for plan in plans):
+            for rows in {1, num_rows}:
+                values = empty(rows, layout.numel)
+                wire = empty(rows, idle.layout.row_bytes, of=torch.uint8)
+                _encode(idle, values, wire, 0, 0, 0)
+                _decode(idle, wire, values, 0, 1)
+        if kept is not None:
+            _accumulate(idle, values, wire)
+            stats = empty(len(kept.spans), COUNTS, of=torch.float64)
+            _difference(idle, values[0], wire[0], values[0], stats, stats)
+        idle = plans[0].without_programs()
+        wire = empty(num_rows, layout.row_bytes, of=torch.uint8)
         _decode_sum(idle, wire, values[0], 1.0, float(num_rows if divide is None else divide))
-        if accumulate:
-            _accumulate(idle, values, wire, wire)
-        if difference:
-            stats = empty(len(layout.spans), COUNTS, of=torch.float64)
-            _difference(idle, values[0], wire[0], values[0], values[0], stats, stats)
 
 
 def try_out(device: torch.device) -> None:
@@ -241,37 +243,33 @@ def _decode_sum(
         )
 
 
-def _accumulate(plan: Plan, values: torch.Tensor, before: torch.Tensor, wire: torch.Tensor) -> None:
+def _accumulate(plan: Plan, values: torch.Tensor, kept: torch.Tensor) -> None:
     words, bfloat16 = _words(values)
     num_rows, _, _, value_stride = _rows(values)
-    before_stride, wire_stride = _rows(before)[3], _rows(wire)[3]
-    tail, row_bytes = plan.layout.payload_bytes, plan.layout.row_bytes
+    kept_stride = _rows(kept)[3]
     for launch in plan.launches:
         accumulate_kernel[(launch.num_programs, num_rows)](
-            words,
-            *(before, wire, launch.programs, launch.spans, launch.thresholds, launch.levels),
-            *(launch.num_raw, value_stride, before_stride, wire_stride, tail, row_bytes),
+            *(words, kept, launch.programs, launch.spans, launch.thresholds, launch.levels),
+            *(launch.num_raw, value_stride, kept_stride),
             BF16=bfloat16,
             VALUE_ALIGNMENT=math.gcd(launch.value_alignment, value_stride),
-            CODE_ALIGNMENT=math.gcd(launch.code_alignment, before_stride, wire_stride),
+            CODE_ALIGNMENT=math.gcd(launch.code_alignment, kept_stride),
             **launch.update_options,
         )
-        tail = row_bytes
 
 
 def _difference(
     plan: Plan,
     values: torch.Tensor,
-    before: torch.Tensor,
-    sent: torch.Tensor,
+    kept: torch.Tensor,
     change: torch.Tensor,
     stats: torch.Tensor,
     partials: torch.Tensor,
 ) -> None:
-    (words, bfloat16), (sent, _), (change, _) = _words(values), _words(sent), _words(change)
+    (words, bfloat16), (change, _) = _words(values), _words(change)
     for launch in plan.launches:
         difference_kernel[(launch.num_programs * launch.tiles,)](
-            *(words, before, sent, change, partials),
+            *(words, kept, change, partials),
             *(launch.programs, launch.spans, launch.levels, launch.num_raw),
             *(launch.first_partial, plan.num_partials),
             BF16=bfloat16,

@@ -214,3 +214,52 @@ def zero_tail(row, tail, row_bytes):
     for at in range(tail, row_bytes, 256):
         place = at + tl.arange(0, 256)
         tl.store(row + place, tl.zeros((256,), tl.uint8), mask=place < row_bytes)
+
+
+@triton.jit
+def load_meta(meta, count, FORMAT: tl.constexpr, FULL: tl.constexpr):
+    """Scale and offset of a run's blocks; where a format has no offset, the scale twice."""
+    NUMBERS: tl.constexpr = 1 if FORMAT.symmetric else 2
+    numel = block_numel(count, FORMAT, FULL)
+    number = meta + NUMBERS * tl.arange(0, FORMAT.blocks)
+    scale = tl.load(number, mask=numel > 0, other=0)
+    offset = scale
+    if not FORMAT.symmetric:
+        offset = tl.load(number + 1, mask=numel > 0, other=0)
+    return scale, offset
+
+
+@triton.jit
+def load_planes(codes, count, start, FORMAT: tl.constexpr, FULL: tl.constexpr):
+    """Three bit planes of a tile; those that a format does not have are a zero."""
+    MASKED: tl.constexpr = (not FULL) or FORMAT.quantizer.block_size % FORMAT.tile != 0
+    BITS: tl.constexpr = FORMAT.quantizer.bits
+    numel = block_numel(count, FORMAT, FULL)
+    block = (
+        codes + (tl.arange(0, FORMAT.blocks) * (FORMAT.quantizer.block_size * BITS // 8))[:, None]
+    )
+    nothing = tl.zeros((1,), tl.uint8)
+    four, two, one = nothing, nothing, nothing
+    if BITS == 8:
+        four = _load_plane(block, numel, start, 8, FORMAT.tile, MASKED)
+    if BITS & 4:
+        four = _load_plane(block, numel, start, 4, FORMAT.tile, MASKED)
+        block += ((numel + 1) >> 1)[:, None]
+    if BITS & 2:
+        two = _load_plane(block, numel, start, 2, FORMAT.tile, MASKED)
+        block += ((numel + 3) >> 2)[:, None]
+    if BITS & 1:
+        one = _load_plane(block, numel, start, 1, FORMAT.tile, MASKED)
+    return four, two, one
+
+
+@triton.jit
+def _load_plane(block, numel, start, WIDTH: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """(blocks, bytes of a tile) uint8: WIDTH bits of every code."""
+    PER: tl.constexpr = 8 // WIDTH
+    byte = start // PER + tl.arange(0, TILE // PER)
+    if MASKED:
+        mask = (byte * PER)[None, :] < numel[:, None]
+        return tl.load(block + byte[None, :], mask=mask, other=0)
+    else:
+        return tl.load(block + byte[None, :])

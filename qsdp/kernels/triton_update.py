@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qsdp.kernels import changes
 from qsdp.kernels.triton_decode import (
     decode_place,
     decoded,
@@ -29,7 +30,6 @@ from qsdp.kernels.triton_encode import (
     draw_place,
     extremes,
     meta_words,
-    pad_meta,
     rotated,
     store_codes,
     store_meta,
@@ -43,6 +43,8 @@ from qsdp.kernels.triton_runs import (
     find_span,
     from_words,
     has_value,
+    load_meta,
+    load_planes,
     load_tile_words,
     meta_of,
     row_number,
@@ -50,32 +52,32 @@ from qsdp.kernels.triton_runs import (
     run_of,
     store_tile_words,
     to_words,
-    zero_tail,
 )
 
 COUNTS = 4  # columns of the statistics
 TOTAL_LANES = tl.constexpr(2048)
 TOTAL_WARPS = 8
 
-_SCALARS = ["num_raw", "value_stride", "before_stride", "wire_stride", "tail", "row_bytes"]
-_SCALARS += ["first_partial", "num_partials"]
+_SCALARS = ["num_raw", "value_stride", "kept_stride", "first_partial", "num_partials"]
+# Of digests: see qsdp/kernels/changes.py.
+PLACE = tl.constexpr(changes.PLACE)
+FACTOR, OTHER_FACTOR = tl.constexpr(changes.FACTOR), tl.constexpr(changes.OTHER_FACTOR)
+NAN_BITS = tl.constexpr(0x7FC00000)
+DIGEST_MASK = tl.constexpr((1 << changes.DIGEST_BITS) - 1)
+DIGEST_COLUMN = tl.constexpr(2)
 
 
 @triton.jit(do_not_specialize=_SCALARS)
 def accumulate_kernel(
     values,
-    before,
-    wire,
+    kept,
     programs,
     spans,
     thresholds,
     levels,
     num_raw,
     value_stride,
-    before_stride,
-    wire_stride,
-    tail,
-    row_bytes,
+    kept_stride,
     BF16: tl.constexpr,
     VALUE_ALIGNMENT: tl.constexpr,
     CODE_ALIGNMENT: tl.constexpr,
@@ -86,44 +88,37 @@ def accumulate_kernel(
     """
     program = tl.program_id(0)
     row_values = row_offset(0, value_stride)
-    row_start = row_offset(0, wire_stride)
-    row_before = row_offset(0, before_stride)
+    row_start = row_offset(0, kept_stride)
     span, index = find_span(program, programs, spans)
-    if program == 0:
-        zero_tail(wire + row_start, tail, row_bytes)
     if program < num_raw:
         at, count = run_of(span, index, FORMAT.blocks * FORMAT.tile)
-        raw = (wire + row_start).to(tl.pointer_type(values.dtype.element_ty))
+        raw = (kept + row_start).to(tl.pointer_type(values.dtype.element_ty))
         source = values + row_values + tl.load(span + 2) + at
         copy_raw(source, raw + tl.load(span + 4) + at, 0, count, FORMAT.blocks * FORMAT.tile)
     else:
         at, count = run_of(span, index, FORMAT.blocks * FORMAT.quantizer.block_size)
         source = values + tl.multiple_of(row_values + tl.load(span + 2) + at, VALUE_ALIGNMENT)
-        code_at = codes_at(span, index, FORMAT)
-        old_codes = before + tl.multiple_of(row_before + code_at, CODE_ALIGNMENT)
-        codes = wire + tl.multiple_of(row_start + code_at, CODE_ALIGNMENT)
-        old_meta = meta_of(before + row_before, span, index, FORMAT)
-        meta = meta_of(wire + row_start, span, index, FORMAT)
-        pad_meta(meta, span, at, count, FORMAT)
+        codes = kept + tl.multiple_of(row_start + codes_at(span, index, FORMAT), CODE_ALIGNMENT)
+        meta = meta_of(kept + row_start, span, index, FORMAT)
         level_at = tl.load(span + 6)
         zero = row_number() * 0
         draws = draw_place(span, index, row_number().to(tl.uint32), zero.to(tl.uint32), FORMAT)
         place = decode_place(span, index, row_number(), FORMAT)
         if count == FORMAT.blocks * FORMAT.quantizer.block_size:
             _accumulate_run(
-                source, old_codes, old_meta, codes, meta, thresholds + level_at, levels + level_at,
-                count, draws, place, BF16, FORMAT, True,
+                source, codes, meta, thresholds + level_at, levels + level_at, count, draws, place,
+                BF16, FORMAT, True,
             )  # fmt: skip
         else:
             _accumulate_run(
-                source, old_codes, old_meta, codes, meta, thresholds + level_at, levels + level_at,
-                count, draws, place, BF16, FORMAT, False,
+                source, codes, meta, thresholds + level_at, levels + level_at, count, draws, place,
+                BF16, FORMAT, False,
             )  # fmt: skip
 
 
 @triton.jit
 def _accumulate_run(
-    source, old_codes, old_meta, codes, meta, thresholds, levels, count, draws, place,
+    source, codes, meta, thresholds, levels, count, draws, place,
     BF16: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     BLOCK_SIZE: tl.constexpr = FORMAT.quantizer.block_size
@@ -131,12 +126,13 @@ def _accumulate_run(
     MASKED: tl.constexpr = (not FULL) or BLOCK_SIZE % TILE != 0
     numel = block_numel(count, FORMAT, FULL)
 
-    x, old, added = _added(source, old_codes, old_meta, levels, count, 0, place, BF16, FORMAT, FULL)
+    old_meta = load_meta(meta, count, FORMAT, FULL)
+    x, old, added = _added(source, codes, old_meta, levels, count, 0, place, BF16, FORMAT, FULL)
     x = rotated(x, numel, 0, FORMAT, MASKED)
     lo, hi, content, magnitude = extremes(x, numel, 0, MASKED)
     for start in range(TILE, BLOCK_SIZE, TILE):
         x, old, added_ = _added(
-            source, old_codes, old_meta, levels, count, start, place, BF16, FORMAT, FULL
+            source, codes, old_meta, levels, count, start, place, BF16, FORMAT, FULL
         )
         x = rotated(x, numel, start, FORMAT, MASKED)
         lo_, hi_, content_, magnitude_ = extremes(x, numel, start, MASKED)
@@ -150,14 +146,17 @@ def _accumulate_run(
     # A block to which nothing is added keeps its bytes.
     scale = tl.where(added > 0, meta_words(grid[4], FORMAT), old[0])
     offset = tl.where(added > 0, meta_words(grid[5], FORMAT), old[1])
+    # Other threads of the program read what this one is about to write.
+    tl.debug_barrier()
     store_meta(meta, scale, offset, numel, FORMAT)
 
     for start in range(0, BLOCK_SIZE, TILE):
         if TILE < BLOCK_SIZE:  # a block that did not stay in registers
             x, old, added_ = _added(
-                source, old_codes, old_meta, levels, count, start, place, BF16, FORMAT, FULL
+                source, codes, old_meta, levels, count, start, place, BF16, FORMAT, FULL
             )
             x = rotated(x, numel, start, FORMAT, MASKED)
+            tl.debug_barrier()
         code = tile_codes(x, grid, thresholds, numel, start, draws, FORMAT, MASKED)
         code = tl.where((added > 0)[:, None], code, tile_of_planes(old, FORMAT))
         store_codes(codes, code, numel, start, FORMAT, MASKED)
@@ -168,7 +167,7 @@ def _accumulate_run(
 
 @triton.jit
 def _added(
-    source, codes, meta, levels, count, start, place,
+    source, codes, old_meta, levels, count, start, place,
     BF16: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """A tile's values plus what is kept of it, as the dtype rounds them, float32; what is kept as
@@ -178,7 +177,8 @@ def _added(
     DTYPE: tl.constexpr = source.dtype.element_ty
     numel = block_numel(count, FORMAT, FULL)
     x = from_words(load_tile_words(source, numel, start, FORMAT, MASKED), BF16)
-    old = load_tile(codes, meta, count, start, FORMAT, FULL)
+    four, two, one = load_planes(codes, count, start, FORMAT, FULL)
+    old = old_meta[0], old_meta[1], four, two, one
     kept = _kept(old, levels, count, start, place, DTYPE, BF16, FORMAT, FULL)
     added = tl.max((x != 0).to(tl.int32), axis=1)
     x = from_words(to_words(x + kept, DTYPE, BF16), BF16)
@@ -201,8 +201,7 @@ def _kept(
 @triton.jit(do_not_specialize=_SCALARS)
 def difference_kernel(
     values,
-    before,
-    sent,
+    kept,
     change,
     partials,
     programs,
@@ -228,54 +227,63 @@ def difference_kernel(
         lane = start + tl.arange(0, FORMAT.blocks * FORMAT.tile)
         raw_at = tl.load(span + 2) + at + lane
         words = tl.load(values + raw_at, mask=lane < count, other=0)
-        known = tl.load(sent + raw_at, mask=lane < count, other=0)
-        differ = from_words(words, BF16) != from_words(known, BF16)
         tl.store(change + raw_at, words, mask=lane < count)
-        tl.store(sent + raw_at, words, mask=lane < count)
         zero = tl.zeros((), tl.float64)
-        _store_counts(into, num_partials, zero, zero, _how_many(differ), zero)
+        digest = _digest(from_words(words, BF16), at + lane, lane < count)
+        _store_counts(into, num_partials, zero, zero, digest, zero)
     else:
         at, count = run_of(span, index, FORMAT.blocks * FORMAT.quantizer.block_size)
         value_at = tl.multiple_of(tl.load(span + 2) + at, VALUE_ALIGNMENT)
-        codes = before + tl.multiple_of(codes_at(span, index, FORMAT), CODE_ALIGNMENT)
-        meta = meta_of(before, span, index, FORMAT)
+        codes = kept + tl.multiple_of(codes_at(span, index, FORMAT), CODE_ALIGNMENT)
+        meta = meta_of(kept, span, index, FORMAT)
         table = levels + tl.load(span + 6)
         place = decode_place(span, index, 0, FORMAT)
         if count == FORMAT.blocks * FORMAT.quantizer.block_size:
             _difference_run(
-                values + value_at, sent + value_at, change + value_at, codes, meta, table, count,
-                start, place, into, num_partials, BF16, FORMAT, True,
+                values + value_at, change + value_at, codes, meta, table, at, count, start, place,
+                into, num_partials, BF16, FORMAT, True,
             )  # fmt: skip
         else:
             _difference_run(
-                values + value_at, sent + value_at, change + value_at, codes, meta, table, count,
-                start, place, into, num_partials, BF16, FORMAT, False,
+                values + value_at, change + value_at, codes, meta, table, at, count, start, place,
+                into, num_partials, BF16, FORMAT, False,
             )  # fmt: skip
 
 
 @triton.jit
 def _difference_run(
-    values, sent, change, codes, meta, levels, count, start, place, into, num_partials,
+    values, change, codes, meta, levels, at, count, start, place, into, num_partials,
     BF16: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    MASKED: tl.constexpr = (not FULL) or FORMAT.quantizer.block_size % FORMAT.tile != 0
+    BLOCK_SIZE: tl.constexpr = FORMAT.quantizer.block_size
+    MASKED: tl.constexpr = (not FULL) or BLOCK_SIZE % FORMAT.tile != 0
     DTYPE: tl.constexpr = values.dtype.element_ty
     numel = block_numel(count, FORMAT, FULL)
-    words = load_tile_words(values, numel, start, FORMAT, MASKED)
-    x = from_words(words, BF16)
-    differ = x != from_words(load_tile_words(sent, numel, start, FORMAT, MASKED), BF16)
+    x = from_words(load_tile_words(values, numel, start, FORMAT, MASKED), BF16)
     loaded = load_tile(codes, meta, count, start, FORMAT, FULL)
     kept = _kept(loaded, levels, count, start, place, DTYPE, BF16, FORMAT, FULL)
     moved_words = to_words(x - kept, DTYPE, BF16)
     store_tile_words(change, moved_words, numel, start, FORMAT, MASKED)
-    store_tile_words(sent, words, numel, start, FORMAT, MASKED)
     moved = from_words(moved_words, BF16)
+    there = has_value(numel, start, FORMAT)
     if MASKED:
-        moved = tl.where(has_value(numel, start, FORMAT), moved, 0.0)
+        moved = tl.where(there, moved, 0.0)
     strange = (tl.abs(moved) < float("inf")) == 0
-    _store_counts(
-        into, num_partials, _squares(moved), _squares(x), _how_many(differ), _how_many(strange)
-    )
+    block = at + (tl.arange(0, FORMAT.blocks) * BLOCK_SIZE)[:, None]
+    digest = _digest(x, block + start + tl.arange(0, FORMAT.tile)[None, :], there)
+    _store_counts(into, num_partials, _squares(moved), _squares(x), digest, _how_many(strange))
+
+
+@triton.jit
+def _digest(x, places, there):
+    """The sum that changes.py has, of values at these places of their segment, that are there."""
+    bits = tl.where(x == x, x.to(tl.int32, bitcast=True), NAN_BITS).to(tl.uint32, bitcast=True)
+    place = tl.mul(places.to(tl.uint32), PLACE, sanitize_overflow=False)
+    mixed = bits ^ place
+    mixed = tl.mul(mixed ^ (mixed >> 16), FACTOR, sanitize_overflow=False)
+    mixed = tl.mul(mixed ^ (mixed >> 13), OTHER_FACTOR, sanitize_overflow=False)
+    mixed ^= mixed >> 16
+    return tl.sum(tl.where(there, mixed, 0).to(tl.int64)).to(tl.float64)
 
 
 @triton.jit
@@ -303,8 +311,16 @@ def total_kernel(stats, partials, places, num_partials):
     segment, column = tl.program_id(0), tl.program_id(1)
     first = partials + column.to(tl.int64) * num_partials + tl.load(places + 2 * segment)
     count = tl.load(places + 2 * segment + 1).to(tl.int32)
-    total = tl.zeros((TOTAL_LANES,), tl.float64)
-    for at in range(0, count, TOTAL_LANES):
-        lane = at + tl.arange(0, TOTAL_LANES)
-        total += tl.load(first + lane, mask=lane < count, other=0.0)
-    tl.store(stats + segment * 4 + column, tl.sum(total))
+    if column == DIGEST_COLUMN:  # whole numbers, of which the last bits count
+        digest = tl.zeros((TOTAL_LANES,), tl.int64)
+        for at in range(0, count, TOTAL_LANES):
+            lane = at + tl.arange(0, TOTAL_LANES)
+            digest += tl.load(first + lane, mask=lane < count, other=0.0).to(tl.int64)
+        total = (tl.sum(digest) & DIGEST_MASK).to(tl.float64)
+        tl.store(stats + segment * 4 + column, total)
+    else:
+        sums = tl.zeros((TOTAL_LANES,), tl.float64)
+        for at in range(0, count, TOTAL_LANES):
+            lane = at + tl.arange(0, TOTAL_LANES)
+            sums += tl.load(first + lane, mask=lane < count, other=0.0)
+        tl.store(stats + segment * 4 + column, tl.sum(sums))

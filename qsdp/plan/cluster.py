@@ -118,7 +118,19 @@ def gather_cost(rows: Rows, cluster: Cluster) -> Collective:
         return cost._replace(network_s=found.stock_gather.seconds(rows.plain_weights))
     coding = found.coding
     codec = rows.numel * (coding.own_weights + cluster.num_ranks * coding.every_weights)
-    return cost._replace(network_s=found.gather.seconds(rows.weights), codec_s=codec)
+    network = found.gather.seconds(rows.weights)
+    if rows.two_level and rows.kept:
+        network = found.reduce.seconds(rows.weights) + _inside_seconds(rows.kept, cluster)
+    return cost._replace(network_s=network, codec_s=codec)
+
+
+def gather_again_cost(rows: Rows, cluster: Cluster) -> Collective:
+    """The same in backward: of differences everybody has the sum, of two levels in its node."""
+    if not rows.kept:
+        return gather_cost(rows, cluster)
+    if not rows.two_level:
+        return NOTHING
+    return Collective(0, _inside_seconds(rows.kept, cluster), 0.0)
 
 
 def reduce_cost(rows: Rows, cluster: Cluster) -> Collective:
@@ -144,7 +156,7 @@ def _gather_cost(rows: Rows, cluster: Cluster) -> Collective:
         return NOTHING
     if not rows.own_gather:
         return _stock(rows.plain_weights, cluster, sweeps=1)
-    coded = DIFFERENCES if rows.differences else VALUES
+    coded = DIFFERENCES if rows.kept else VALUES
     codec = seconds_at(rows.plain_weights * (coded.own + ranks * coded.every), cluster.codec_gbps)
     if not rows.two_level:
         if cluster.gloo is None:
@@ -154,7 +166,8 @@ def _gather_cost(rows: Rows, cluster: Cluster) -> Collective:
         return Collective(egress, _swap(egress, cluster), codec)
     egress = per_node * (nodes - 1) * rows.weights
     seconds = seconds_at(egress, cluster.bandwidth_gbps) + (nodes - 1) * cluster.latency_us * 1e-6
-    return Collective(egress, seconds + _inside(rows.weights, cluster), codec)
+    # Of differences a node's ranks tell each other what they add up to.
+    return Collective(egress, seconds + _inside(rows.kept or rows.weights, cluster), codec)
 
 
 def _reduce_cost(rows: Rows, cluster: Cluster) -> Collective:
@@ -207,6 +220,14 @@ def _swap(egress: int, cluster: Cluster) -> float:
     seconds = seconds_at(egress, cluster.bandwidth_gbps)
     seconds += cluster.latency_us * 1e-6 * (cluster.nodes > 1)
     return seconds + (seconds_at(egress, cluster.gloo.swap_gbps) if cluster.gloo else 0.0)
+
+
+def _inside_seconds(row: int, cluster: Cluster) -> float:
+    """The hop inside a node, as it was measured or by rates."""
+    found = cluster.measured
+    if found is not None and found.inside is not None:
+        return found.inside.seconds(row)
+    return _inside(row, cluster)
 
 
 def _inside(row: int, cluster: Cluster) -> float:

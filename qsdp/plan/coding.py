@@ -9,11 +9,11 @@ from itertools import cycle
 import torch
 
 from qsdp.config import QSDPConfig
-from qsdp.memory import Keeping, KeptWeights
+from qsdp.memory import KeptWeights
 from qsdp.plan.measured import Coding
 from qsdp.rows import decode_rows, encode_rows, sum_rows
-from qsdp.ways import Differences, Way, row_layout
-from qsdp.wire import Segment, WireLayout
+from qsdp.ways import Differences, Way, kept_layout, row_layout
+from qsdp.wire import WireLayout
 
 FEW, MANY = 1 << 14, 1 << 18
 REPEATS = 3
@@ -78,19 +78,17 @@ def _difference_runs(
     way: Differences, layout: WireLayout, rows: torch.Tensor, wire: torch.Tensor
 ) -> tuple[Run, Run]:
     """Differences are taken and encoded; then added to what is kept, and read for backward."""
-    keeping = [Keeping(Segment(rows.shape[1], way.kept), differences=way.quantizer)]
-    kept = KeptWeights(keeping, rows.dtype, _NUM_ROWS, 0, rows.device)
+    rows_kept = kept_layout([rows.shape[1]], [way], rows.dtype, verify=False)
+    kept = KeptWeights(rows_kept, [way.quantizer], range(_NUM_ROWS), 0, rows.device)
     own = rows[0].clone()
-    kept.start(rows, own)
+    kept.start(rows)
     steps = cycle((own * 1.001, own))  # what has not changed is faster
 
     def before() -> None:
-        change, mark = kept.outgoing(next(steps), 0, kept.on_host)
-        encode_rows(change.view(1, -1), layout, wire[:1], key=1, mark=mark)
+        kept.outgoing(next(steps), layout, wire[0], 1, 0, kept.on_host)
 
     def after() -> None:
-        decode_rows(wire, layout, rows)
-        kept.arrived(rows)
+        kept.arrived(wire, layout, rows, ())
         kept.read(rows)
 
     encode_rows(rows * 0.001, layout, wire, key=1)

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from qsdp.config import QSDPConfig
-from qsdp.plan.cluster import NOTHING, Cluster, Collective, gather_cost, reduce_cost
+from qsdp.plan.cluster import (
+    NOTHING,
+    Cluster,
+    Collective,
+    gather_again_cost,
+    gather_cost,
+    reduce_cost,
+)
 from qsdp.plan.sizes import Model, unit_rows
 from qsdp.plan.variant import Variant
 
@@ -74,9 +81,9 @@ def predict(model: Model, cluster: Cluster, work: Work, variant: Variant) -> Pre
         zip(rows, _compute_seconds(model, cluster, work), strict=True)
     ):
         gather = gather_cost(row, cluster)
-        # The root stays gathered until backward, and what was decoded of differences is kept.
-        stays = index == 0 or row.differences or not work.reshard
-        again = NOTHING if stays else gather
+        # The root stays gathered until backward.
+        stays = index == 0 or not work.reshard
+        again = NOTHING if stays else gather_again_cost(row, cluster)
         units.append(_Unit(seconds, gather, again, reduce_cost(row, cluster)))
     quiet = [unit._replace(reduce=NOTHING) for unit in units]
     syncs = work.micro_batches if work.sync_every else 1

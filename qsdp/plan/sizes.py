@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from qsdp.config import QSDPConfig
-from qsdp.ways import Differences, Direction, row_layout
+from qsdp.ways import Differences, Direction, kept_layout, row_layout
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ class Rows(NamedTuple):
         gradients: the same; with two levels, between nodes.
         inside_node: of gradients inside a node, with two levels.
         own_gather, own_reduce: whether qsdp carries weights and gradients, or FSDP2 itself.
-        differences: whether weights travel as differences, once a forward.
+        kept: bytes of a row of weights as ranks keep it, where weights travel as differences, once
+            a forward; 0 where they do not.
         two_level: whether qsdp's collectives take two levels.
     """
 
@@ -135,7 +136,7 @@ class Rows(NamedTuple):
     inside_node: int
     own_gather: bool
     own_reduce: bool
-    differences: bool
+    kept: int
     two_level: bool
 
 
@@ -177,6 +178,8 @@ def unit_rows(
         row_bytes("inside_node", gradient_dtype),
         own_gather,
         own_reduce,
-        any(isinstance(way["weights"], Differences) for way in ways),
+        kept_layout(sizes, [way["weights"] for way in ways], weight_dtype, config.verify).row_bytes
+        if any(isinstance(way["weights"], Differences) for way in ways)
+        else 0,
         two_level,
     )

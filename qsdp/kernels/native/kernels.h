@@ -15,5 +15,4 @@
 #include "encode.h"
 #include "outputs.h"
 #include "decode.h"
-#include "accumulate.h"
-#include "difference.h"
+#include "changes.h"

@@ -47,11 +47,22 @@ INLINE void for_blocks(const Layout& layout, int64_t begin, int64_t end, const B
   }
 }
 
-// Values of the longest block, and at least 1.
-INLINE int64_t longest_block(const Layout& layout) {
+// After how many values blocks of both begin, in two layouts of one segment.
+INLINE int64_t joint_block(const Span& a, const Span& b) {
+  const int64_t one = a.bits ? a.block_size : 1, other = b.bits ? b.block_size : 1;
+  int64_t divisor = one, rest = other % one;
+  while (rest) {
+    const int64_t next = divisor % rest;
+    divisor = rest, rest = next;
+  }
+  return one / divisor * other;
+}
+
+// Values of the longest of these, and at least 1.
+inline int64_t longest_joint_block(const Layout& a, const Layout& b) {
   int64_t longest = 1;
-  for (int64_t i = 0; i < layout.num_spans; i++)
-    if (layout.spans[i].bits) longest = maximum(longest, layout.spans[i].block_size);
+  for (int64_t i = 0; i < a.num_spans; i++)
+    longest = maximum(longest, minimum(joint_block(a.spans[i], b.spans[i]), a.spans[i].numel));
   return longest;
 }
 

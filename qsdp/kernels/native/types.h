@@ -12,7 +12,7 @@
 namespace {
 
 // Bumped whenever Span, Layout or a signature in cpu.cpp changes: cpu.py refuses a stale library.
-constexpr int ABI = 6;
+constexpr int ABI = 7;
 
 enum Dtype : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
 enum Rounding : int32_t { NEAREST, STOCHASTIC, SHIFT, DITHER };
@@ -82,29 +82,35 @@ struct DecodeJob {
   }
 };
 
-// Values, what `before` holds of them added; encoded to `wire`, and what that holds of them.
-struct AccumulateJob {
-  const Layout* layout;
-  Rows<char> values;
-  Rows<const uint8_t> before;
-  Rows<uint8_t> wire;
-  int32_t dtype;
-};
-
-// Of a part of a segment: what `stats` has of segments in reference.py.
+// Of a part of a segment: what `stats` has of segments in changes.py.
 struct Partial {
   int64_t segment = -1;
-  double stats[4] = {};
+  double change = 0, values = 0, special = 0;
+  uint64_t digest = 0;
 };
 
-// `change`: what `values` differ by from what `before` holds; `sent` becomes `values`. One row.
-struct DifferenceJob {
-  const Layout* layout;
+// What one row's `values` differ by from what `kept` holds of them, encoded to `wire`.
+struct ChangeJob {
+  const Layout *layout, *kept_layout;
   const char* values;
-  const uint8_t* before;
-  char *sent, *change;
-  Partial* partials;  // see difference.h
+  const uint8_t* kept;
+  uint8_t* wire;
+  Partial* partials;  // see changes.h
+  int64_t first_row;
+  uint64_t key;
   int32_t dtype;
+  uint32_t sender;
+};
+
+// Rows of changes, added to what `kept` holds, encoded there, and what that holds then.
+struct UpdateJob {
+  const Layout *layout, *kept_layout;
+  Rows<const uint8_t> wire;
+  Rows<uint8_t> kept;
+  Rows<char> values;
+  int64_t total;  // values of all rows
+  int32_t dtype;
+  uint32_t first_sender, sender_step;
 };
 
 constexpr int CHUNK = 128;  // values quantized or unpacked together: one stretch of random bits
