@@ -24,7 +24,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import qsdp
-from qsdp import Differences, Feedback, QSDPConfig, Quantizer
+from qsdp import Differences, Feedback, QSDPConfig, Quantizer, Ways
+from qsdp.fsdp import units_of
 from qsdp.kernels import reference
 from qsdp.param_group import DefaultAllGather, DefaultReduceScatter, find_param_groups
 from qsdp.wire import Segment, tensor_layout, wire_layout
@@ -836,6 +837,76 @@ def four_case_two_level(rank: int) -> None:
         lambda: qsdp.apply_qsdp(build(), QSDPConfig(ranks_per_node=3)),
         "ranks_per_node=3 does not divide the 4 ranks",
     )
+
+
+def four_case_differences_are_kept_once_a_node(rank: int) -> None:
+    """Two nodes of two: every weight bit for bit as with flat gathers, and half of the memory.
+
+    Trained, evaluated, with micro-batches, with other weights loaded, saved, resumed, in several
+    dtypes, with checksums and offloaded.
+    """
+    kept = Quantizer(8, 64, "nearest")
+    ways = (
+        (Differences(Quantizer(4, 128, "nearest"), kept), torch.float32, False),
+        (Differences(Quantizer(4, 64, "dither"), kept, offload=True), torch.bfloat16, True),
+        (Differences(Quantizer(3, 64, "nearest"), kept=None), torch.float32, True),
+    )
+    for way, dtype, verify in ways:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        exceptions = {"*.1.up.weight": Ways(Quantizer(6, 96), None)}  # a row of both kinds
+        flat, hops = (
+            QSDPConfig(way, None, exceptions, per_node, verify=verify) for per_node in (1, 2)
+        )
+        seen, bytes_kept = {}, {}
+        for name, config in (("flat", flat), ("hops", hops)):
+            model = qsdp.apply_qsdp(build(mp_policy=policy), config)
+            seen[name] = _life_of_differences(model, rank, config, policy)
+            bytes_kept[name] = sum(
+                part.kept.wire.nbytes for unit in units_of(model) for part in unit.parts()
+            )
+        assert 2 * bytes_kept["hops"] == bytes_kept["flat"]
+        for one, other in zip(seen["flat"], seen["hops"], strict=True):
+            assert same_on_all_ranks(one) and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def _life_of_differences(
+    model: nn.Module, rank: int, config: QSDPConfig, policy: MixedPrecisionPolicy
+) -> list[dict[str, torch.Tensor]]:
+    """The weights that are computed with, at many points of a life; gradients at the end."""
+    seen = []
+
+    def look(of: nn.Module) -> None:
+        with unsharded(of) as weights:
+            seen.append(weights)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(3):
+        for micro in range(2):
+            loss_of(model, batch(rank, 2 * step + micro)).backward()
+            look(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        loss_of(model, batch(rank, 9))
+    look(model)
+    saved = copy.deepcopy((model.state_dict(), qsdp.comm_state_dict(model)))
+    train(model, rank, 1, 7, optimizer)
+    look(model)
+    resumed = qsdp.apply_qsdp(build(seed=3, mp_policy=policy), config)
+    resumed.load_state_dict(saved[0])
+    qsdp.load_comm_state_dict(resumed, saved[1])
+    train(resumed, rank, 1, 7, torch.optim.SGD(resumed.parameters(), lr=0.05))
+    look(resumed)
+    assert all(torch.equal(seen[-1][k], seen[-2][k]) for k in seen[-1]), "resumed"
+    with torch.no_grad():  # one rank's shard changes as by no step
+        for parameter in model.parameters():
+            parameter.to_local().mul_(1.0 + (rank == 2))
+    look(model)
+    model.load_state_dict(build(seed=8, mp_policy=policy).state_dict())
+    look(model)
+    loss_of(model, batch(rank, 11)).backward()
+    seen.append({k: p.grad.full_tensor() for k, p in model.named_parameters()})
+    return seen
 
 
 def four_case_hsdp(rank: int) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from collections.abc import Iterator
@@ -12,11 +13,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import qsdp.rows
 from benchmarks.gpu.fake import RANK, HostReads, fake_ranks
 from benchmarks.gpu.models import TINY, gpt, quantize, shard, stack_of_blocks
 from benchmarks.gpu.steps import CONFIGURATIONS, Run, format_times, measure, never_waits, prepare
+from qsdp.buffers import pool
 from qsdp.fsdp import units_of
 from qsdp.memory import KeptWeights
 
@@ -50,6 +53,36 @@ def test_two_levels_run() -> None:
     tokens = torch.zeros(2, TINY.sequence + 1, dtype=torch.long)
     model(tokens).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def bytes_alive() -> int:
+    """Of all tensors that somebody holds, but for memory that waits to be used again."""
+    gc.collect()
+    pooled = {b.untyped_storage().data_ptr() for group in pool._by_size.values() for b in group}
+    storages = {}
+    for thing in gc.get_objects():
+        # What asks objects for their class wakes deprecated ones; a DTensor has no memory itself.
+        if issubclass(type(thing), torch.Tensor) and not isinstance(thing, DTensor):
+            storage = thing.untyped_storage()
+            if storage.nbytes() and storage.device.type == "cpu":
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(size for at, size in storages.items() if at not in pooled)
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 4])
+def test_differences_keep_a_byte_a_parameter(ranks_per_node: int) -> None:
+    """All in all, counted: of the whole model, or of one in so many as a node has ranks."""
+    shape = TINY._replace(width=256, layers=4)
+    alive = {}
+    for name in ("w8g4", "w4g4"):
+        before = bytes_alive()
+        run = prepare(name, shape, 2, CPU, ranks_per_node=ranks_per_node)
+        numel = 8 * sum(p.to_local().numel() for p in run.model.parameters())
+        run.step()
+        alive[name] = bytes_alive() - before
+        del run
+    kept = alive["w4g4"] - alive["w8g4"]
+    assert 1.0 < kept * ranks_per_node / numel < 1.03, (alive, numel)
 
 
 @pytest.mark.parametrize("name", ["stock", "w8g8"])

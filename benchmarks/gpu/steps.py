@@ -77,12 +77,17 @@ def _look_at(name: str, options: Any, checks: Checks, found: dict[str, Times]) -
 
 
 def prepare(
-    name: str, shape: Shape, batch: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
+    name: str,
+    shape: Shape,
+    batch: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    **changes: Any,
 ) -> Run:
-    """A sharded model and its step, which has run a few times."""
+    """A sharded model and its step, which has run a few times; ``changes`` of the preset."""
     model = gpt(shape, device)
     shard(model, device, param_dtype=dtype)
-    quantize(model, name)
+    quantize(model, name, **changes)
     on_gpu = device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=on_gpu or None)
     size = (batch, shape.sequence + 1)
