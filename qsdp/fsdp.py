@@ -34,6 +34,7 @@ from qsdp.unit import Unit
 from qsdp.ways import Direction, Way, way_name
 
 _log = logging.getLogger("qsdp")
+_SHARDED_BYTES = 12  # of a parameter: float32, and two averages of AdamW
 
 # And the direction that each carries.
 _COLLECTIVES: dict[str, Direction] = {
@@ -84,6 +85,7 @@ def apply_qsdp(model: nn.Module, config: QSDPConfig | str) -> nn.Module:
         unit.warm_up()
     _warn_of_nothing(units, config)
     _tell_of_nodes(units, config)
+    _tell_of_memory(units)
     return model
 
 
@@ -279,6 +281,21 @@ def _tell_of_nodes(units: list[Unit], config: QSDPConfig) -> None:
             "(LOCAL_WORLD_SIZE=%s); QSDPConfig(ranks_per_node=1) asks for flat ones",
             " or ".join(map(str, sorted(sizes))),
             os.environ.get("LOCAL_WORLD_SIZE"),
+        )
+
+
+def _tell_of_memory(units: list[Unit]) -> None:
+    """What differences keep, where it is more than what FSDP2 shards; once, by one rank."""
+    kept = sum(unit.kept_bytes for unit in units)
+    numel = sum(sum(unit.sizes) for unit in units)
+    if kept > _SHARDED_BYTES * numel and dist.get_rank() == 0:
+        _log.warning(
+            "qsdp: weights that travel as differences keep %.3g GB on every rank, more than its "
+            "shards of parameters and AdamW's state (%.3g GB); less keep QSDPConfig("
+            "ranks_per_node=...) on nodes of several ranks, qsdp.Differences(offload=True) on "
+            "accelerators, and presets from 5 bits of weights on",
+            kept / 1e9,
+            _SHARDED_BYTES * numel / 1e9,
         )
 
 

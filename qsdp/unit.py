@@ -316,6 +316,13 @@ class Unit:
         )
         return Part(indices, dtype, layout, kept)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Memory for differences on this rank."""
+        if not any(isinstance(ways["weights"], Differences) for ways in self.ways):
+            return 0
+        return sum(part.kept.wire.nbytes for part in self.parts() if part.kept is not None)
+
     def feeds_back(self, direction: Direction, index: int) -> bool:
         """Whether what is lost of a parameter's gradients is added to the next ones."""
         return isinstance(self.way(direction, index), Feedback)

@@ -9,12 +9,14 @@ import gc
 import math
 import os
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+import qsdp.fsdp
 import qsdp.rows
 from benchmarks.gpu.fake import RANK, HostReads, fake_ranks
 from benchmarks.gpu.models import TINY, gpt, quantize, shard, stack_of_blocks
@@ -83,6 +85,22 @@ def test_differences_keep_a_byte_a_parameter(ranks_per_node: int) -> None:
         del run
     kept = alive["w4g4"] - alive["w8g4"]
     assert 1.0 < kept * ranks_per_node / numel < 1.03, (alive, numel)
+
+
+def test_memory_that_is_large_is_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte of each parameter is more than an eighth of six bytes; than of twelve it is not."""
+    prepare("w4g4", TINY, 2, CPU)
+    assert not caplog.messages
+    monkeypatch.setattr(qsdp.fsdp, "_SHARDED_BYTES", 6)
+    for name, ranks_per_node, said in (("w4g4", 1, True), ("w4g4", 4, False), ("w8g8", 1, False)):
+        caplog.clear()
+        with mock.patch.object(dist, "get_rank", return_value=0):
+            prepare(name, TINY, 2, CPU, ranks_per_node=ranks_per_node)
+        lines = [line for line in caplog.messages if "keep" in line]
+        assert len(lines) == said
+        assert all("GB on every rank, more than" in line and "\n" not in line for line in lines)
 
 
 @pytest.mark.parametrize("name", ["stock", "w8g8"])
