@@ -316,11 +316,7 @@ def test_benchmark() -> None:
     """Bytes as they were counted; steps of the cells that did not calibrate."""
     errors = []
     for layout, cell, prediction in predict_benchmark(json.loads(NETWORK.read_text())):
-        # The cells were measured before rows of differences had marks, and when gradients of 8 bits
-        # had an offset a block: together less than 1 %. What is not quantized is exact.
-        exact = "g" not in cell["variant"]
-        counted, predicted = cell["between_nodes"], prediction.between_nodes * layout["hosts"]
-        assert predicted == pytest.approx(counted, rel=0 if exact else 0.01), cell["variant"]
+        assert prediction.between_nodes * layout["hosts"] == cell["between_nodes"], cell["variant"]
         if cell["bandwidth_gbps"] is not None:
             errors.append(abs(prediction.step_s / cell["step_s"] - 1))
     assert len(errors) > 40
