@@ -61,7 +61,6 @@ TOTAL_WARPS = 8
 _SCALARS = ["num_raw", "value_stride", "kept_stride", "first_partial", "num_partials"]
 # Of digests: see qsdp/kernels/changes.py.
 PLACE = tl.constexpr(changes.PLACE)
-FACTOR, OTHER_FACTOR = tl.constexpr(changes.FACTOR), tl.constexpr(changes.OTHER_FACTOR)
 NAN_BITS = tl.constexpr(0x7FC00000)
 DIGEST_MASK = tl.constexpr((1 << changes.DIGEST_BITS) - 1)
 DIGEST_COLUMN = tl.constexpr(2)
@@ -278,12 +277,9 @@ def _difference_run(
 def _digest(x, places, there):
     """The sum that changes.py has, of values at these places of their segment, that are there."""
     bits = tl.where(x == x, x.to(tl.int32, bitcast=True), NAN_BITS).to(tl.uint32, bitcast=True)
-    place = tl.mul(places.to(tl.uint32), PLACE, sanitize_overflow=False)
-    mixed = bits ^ place
-    mixed = tl.mul(mixed ^ (mixed >> 16), FACTOR, sanitize_overflow=False)
-    mixed = tl.mul(mixed ^ (mixed >> 13), OTHER_FACTOR, sanitize_overflow=False)
-    mixed ^= mixed >> 16
-    return tl.sum(tl.where(there, mixed, 0).to(tl.int64)).to(tl.float64)
+    key = tl.mul((2 * places + 1).to(tl.uint32), PLACE, sanitize_overflow=False).to(tl.int64)
+    keyed = tl.mul(tl.where(there, bits, 0).to(tl.int64), key, sanitize_overflow=False)
+    return (tl.sum(keyed) & DIGEST_MASK).to(tl.float64)
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-// Changes of remembered rows: encoded from what values differ by from what is kept, and added to it.
-// Each in one pass over memory, in stages of about STAGE values that stay in the caches.
+// Changes of remembered rows: encodes what values differ by from what is kept. In one pass over
+// memory, in stages of about STAGE values that stay in the caches; update.h adds them.
 //
 // Two layouts meet here, and a stage holds whole blocks of both: it begins and ends where blocks of
 // both begin. So stages do not depend on the number of threads, and neither do sums.
@@ -8,6 +8,33 @@ namespace {
 namespace QSDP_NAMESPACE {
 
 INLINE Floats finite_or_zero(Floats x) { return (Floats)((Words)x & (Words)(x - x == Floats{})); }
+
+// Most of what presets keep: a uniform grid whose decoder draws nothing.
+INLINE bool is_plain(const Span& span) {
+  return span.bits && !span.levels && !span.rotated && span.rounding != DITHER &&
+         span.block_size % CHUNK == 0;
+}
+
+// LANES values of a plain block whose scale is not negative.
+INLINE Floats value_of(const uint8_t* codes, const Meta& meta) {
+  return CodeGrid{codes}.get(0) * __builtin_fabsf(meta.scale) + meta.offset;
+}
+
+// As the dtype rounds; not for float16.
+template <class T>
+INLINE Floats rounded(Floats x) {
+  if (T::SIZE == 4) return x;
+  const Words bits = (Words)x;
+  return (Floats)(x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000 : bits);
+}
+
+// CHUNK codes of a block from value `at` on.
+INLINE const uint8_t* unpacked(const uint8_t* codes, const Planes& planes, int64_t at,
+                               uint8_t* buffer) {
+  if (planes.width[0] == 8) return codes + at;
+  unpack(codes, CHUNK, planes, at, buffer);
+  return buffer;
+}
 
 // Where the next stage begins: at flat index `flat` (row * numel + value) or behind it.
 inline int64_t stage_start(const Layout& a, const Layout& b, int64_t flat) {
@@ -21,56 +48,64 @@ inline int64_t stage_start(const Layout& a, const Layout& b, int64_t flat) {
   return flat;
 }
 
-// What a segment's values are told from others by: changes.py has the sum, its last bits alone count.
+// What a segment's values are told from others by: changes.py has the sum.
 struct Digest {
-  Words place, low = {}, high = {};
-  static constexpr uint32_t PLACE = 0x9E3779B9, FACTOR = 0x85EBCA6B, OTHER_FACTOR = 0xC2B2AE35;
+  Longs even_key, odd_key, total = {};  // of neighbours: 32 bits each
+  static constexpr uint32_t PLACE = 0x9E3779B9;
+
+  static INLINE uint32_t key(int64_t place) { return uint32_t(2 * place + 1) * PLACE; }
 
   // From value `at` of the segment on.
   explicit Digest(int64_t at) {
-    for (int i = 0; i < LANES; i++) place[i] = uint32_t(at + i) * PLACE;
+    for (int i = 0; i < LANES / 2; i++)
+      even_key[i] = key(at + 2 * i), odd_key[i] = key(at + 2 * i + 1);
   }
 
-  static INLINE uint32_t of_one(float x, int64_t at) {
-    const uint32_t bits = x == x ? bit_cast<uint32_t>(x) : NAN_BITS;
-    return mix(bits ^ uint32_t(at) * PLACE);
-  }
-
-  template <class V>
-  static INLINE V mix(V x) {
-    x = (x ^ x >> 16) * FACTOR;
-    x = (x ^ x >> 13) * OTHER_FACTOR;
-    return x ^ x >> 16;
+  static INLINE uint64_t of_one(float x, int64_t at) {
+    return uint64_t(x == x ? bit_cast<uint32_t>(x) : NAN_BITS) * key(at);
   }
 
   INLINE void add(Floats x) {
-    const Words mixed = mix((x == x ? (Words)x : all(NAN_BITS)) ^ place);
-    low += mixed & 0xffff, high += mixed >> 16;
-    place += uint32_t(LANES) * PLACE;
+    constexpr uint64_t STEP = uint32_t(2 * LANES) * PLACE;
+    const Longs bits = (Longs)(x == x ? (Words)x : all(NAN_BITS));
+    total += multiply_low(bits, even_key) + multiply_low(bits >> 32, odd_key);
+    even_key += STEP, odd_key += STEP;  // what overflows is not multiplied
   }
 
   INLINE uint64_t sum() const {
-    const auto plus = [](auto a, auto b) { return a + b; };
-    return uint64_t(reduce(low, plus)) + (uint64_t(reduce(high, plus)) << 16);
+    uint64_t found = 0;
+    for (int i = 0; i < LANES / 2; i++) found += total[i];
+    return found;
   }
 };
 
 // Running sums of up to TILE values, small enough for float32.
 struct Moved {
   Floats change = {}, values = {};
-  Ints special = {};
 
-  INLINE void add(Floats moved, Floats x) {
-    change += moved * moved, values += x * x;
-    special -= ((Words)moved & 0x7f800000) == 0x7f800000;
-  }
+  INLINE void add(Floats moved, Floats x) { change += moved * moved, values += x * x; }
 
-  INLINE void add_to(Partial& partial) const {
+  // Whether all that moved may be finite.
+  INLINE bool add_to(Partial& partial) const {
     const auto plus = [](auto a, auto b) { return a + b; };
-    partial.change += double(reduce(change, plus)), partial.values += double(reduce(values, plus));
-    partial.special += double(reduce(special, plus));
+    const float moved = reduce(change, plus);
+    partial.change += double(moved), partial.values += double(reduce(values, plus));
+    return moved <= MAX_FLOAT;
   }
 };
+
+// How many of `n` values are not finite.
+template <class T>
+int64_t not_finite(const char* x, int64_t n) {
+  Ints found = {};
+  char padded[LANES * T::SIZE];
+  for (int64_t i = 0; i < n; i += LANES) {
+    const char* from = x + i * T::SIZE;
+    if (n - i < LANES) from = pad<T>(from, n - i, padded, LANES);
+    found -= ((Words)T::get(from) & 0x7f800000) == 0x7f800000;
+  }
+  return reduce(found, [](auto a, auto b) { return a + b; });
+}
 
 // `n` values of a segment, the first one being its value `first`, to what they differ by from
 // `kept` where that is finite. With AS_IS nothing is subtracted.
@@ -103,13 +138,45 @@ INLINE void subtract(const char* values, const char* kept, char* change, int64_t
         memcpy(change + i * SIZE, padded[2], size_t(left * SIZE));
       }
     }
-    if (!AS_IS) moved.add_to(partial);
+    if (!AS_IS && !moved.add_to(partial))
+      partial.special += double(not_finite<T>(change + at * SIZE, end - at));
   }
   if (AS_IS) memcpy(change, values, size_t(n * SIZE));
 }
 
-// Stages `begin` to `end`. Every segment's part of a stage has a Partial of its own, stage + segment:
-// it is taken once, because where the next part begins at least one of the two is larger.
+// The same for a whole block of a plain format, which is decoded meanwhile; false if it is huge or
+// holds no finite number.
+template <class T>
+INLINE bool subtract_block(const Span& span, const Planes& planes, const uint8_t* row,
+                           int64_t block, const char* values, char* change, Partial& partial) {
+  const Meta meta(span, row + span.meta_offset + block * meta_bytes(span));
+  if (!(meta.scale >= 0.0f)) return false;
+  const uint8_t* codes = row + span.data_offset + block * planes.bytes;
+  constexpr int SIZE = T::SIZE;
+  for (int64_t at = 0; at < span.block_size; at += TILE) {
+    const int64_t end = minimum(at + TILE, span.block_size);
+    Moved moved;
+    Digest digest(block * span.block_size + at);
+    for (int64_t chunk = at; chunk < end; chunk += CHUNK) {
+      alignas(64) uint8_t buffer[CHUNK];
+      const uint8_t* known = unpacked(codes, planes, chunk, buffer);
+      for (int i = 0; i < CHUNK; i += LANES) {
+        const Floats x = T::get(values + (chunk + i) * SIZE);
+        digest.add(x);
+        const Floats step = rounded<T>(x - finite_or_zero(rounded<T>(value_of(known + i, meta))));
+        T::put(step, change + (chunk + i) * SIZE);
+        moved.add(step, x);
+      }
+    }
+    partial.digest += digest.sum();
+    if (!moved.add_to(partial))
+      partial.special += double(not_finite<T>(change + at * SIZE, end - at));
+  }
+  return true;
+}
+
+// Stages `begin` to `end`. Every segment's part of a stage has a Partial of its own, stage +
+// segment: it is taken once, because where the next part begins one of the two is larger.
 template <class T>
 void encode_stages(const ChangeJob& job, int64_t begin, int64_t end) {
   const Layout &layout = *job.layout, &kept_layout = *job.kept_layout;
@@ -122,22 +189,35 @@ void encode_stages(const ChangeJob& job, int64_t begin, int64_t end) {
     const int64_t to = next == layout.numel ? next : stage_start(layout, kept_layout, next);
     if (at >= to) continue;
     const int64_t skipped = at * T::SIZE;
-    decode({&kept_layout, kept, {known.get(), 1, 0, 0, skipped}, 1, 1.0f, 1.0f, job.dtype, false,
-            job.dtype == FLOAT32, 0, 1},
-           at, to);
-    for_blocks(layout, at, to, [&](int64_t, int64_t index, int64_t first, int64_t last) {
-      const Span& span = layout.spans[index];
-      const int64_t size = span.bits ? span.block_size : 1, from = first * size;
-      const int64_t n = minimum(last * size, span.numel) - from;
-      const int64_t i = (span.value_offset + from) * T::SIZE;
+    for_blocks(kept_layout, at, to, [&](int64_t, int64_t index, int64_t first, int64_t last) {
+      const Span& span = kept_layout.spans[index];
+      const int64_t size = span.bits ? span.block_size : 1;
+      const Planes planes(span.bits, size);
       Partial& partial = job.partials[stage + index];
       partial.segment = index;
-      const char *x = job.values + i, *before = known.get() + (i - skipped);
-      char* moved = change.get() + (i - skipped);
-      if (kept_layout.spans[index].bits)
-        subtract<false, T>(x, before, moved, from, n, partial);
-      else
-        subtract<true, T>(x, before, moved, from, n, partial);
+      const auto place = [&](int64_t block) { return span.value_offset + block * size; };
+      const auto subtract_slowly = [&](int64_t from, int64_t behind) {
+        const int64_t start = place(from), end_ = span.value_offset + span.numel;
+        const int64_t n = minimum(place(behind), end_) - start;
+        if (n <= 0) return;
+        const char* x = job.values + start * T::SIZE;
+        char* moved = change.get() + (start * T::SIZE - skipped);
+        const char* before = known.get() + (start * T::SIZE - skipped);
+        if (!span.bits) return subtract<true, T>(x, before, moved, from, n, partial);
+        decode({&kept_layout, kept, {known.get(), 1, 0, 0, skipped}, 1, 1.0f, 1.0f, job.dtype,
+                false, job.dtype == FLOAT32, 0, 1},
+               start, start + n);
+        subtract<false, T>(x, before, moved, from * size, n, partial);
+      };
+      if (job.dtype == FLOAT16 || !is_plain(span)) return subtract_slowly(first, last);
+      const int64_t full = minimum(last, span.numel / size);
+      for (int64_t block = first; block < full; block++) {
+        const int64_t i = place(block) * T::SIZE;
+        if (!subtract_block<T>(span, planes, job.kept, block, job.values + i,
+                               change.get() + (i - skipped), partial))
+          subtract_slowly(block, block + 1);
+      }
+      subtract_slowly(maximum(first, full), last);
     });
     encode({&layout, {change.get(), 1, 0, 0, skipped}, {job.wire, 1, 0, 0}, job.first_row, job.key,
             job.dtype, job.sender},
@@ -149,120 +229,6 @@ void encode_changes(const ChangeJob& job, int64_t begin, int64_t end) {
   if (job.dtype == FLOAT32) return encode_stages<Float32>(job, begin, end);
   if (job.dtype == BFLOAT16) return encode_stages<Bfloat16>(job, begin, end);
   encode_stages<Float16>(job, begin, end);
-}
-
-// Adds `n` values to others; of those that are not finite, nothing.
-template <class T>
-INLINE void add_finite(const char* more, int64_t n, char* to) {
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES)
-    T::put(T::get(to + i * T::SIZE) + finite_or_zero(T::get(more + i * T::SIZE)),
-           to + i * T::SIZE);
-  if (i == n) return;
-  char padded[2][LANES * T::SIZE];
-  const Floats kept = T::get(pad<T>(more + i * T::SIZE, n - i, padded[0], LANES));
-  const Floats x = T::get(pad<T>(to + i * T::SIZE, n - i, padded[1], LANES));
-  T::put(x + finite_or_zero(kept), padded[0]);
-  memcpy(to + i * T::SIZE, padded[0], size_t((n - i) * T::SIZE));
-}
-
-// Blocks to which only zeros are added keep their bytes: encoding what was decoded may move them.
-// These are put aside while their stage is encoded.
-class Idle {
- public:
-  Idle(const UpdateJob& job, int64_t room)
-      : job_(job), flags_(new bool[size_t(room)]), bytes_(new uint8_t[size_t(12 * room)]) {}
-
-  // Adds what is kept of a stage, `known`, to values, but for idle blocks, which it puts aside.
-  // Block by block: looking at all of them before would read memory in leaps.
-  template <class T>
-  INLINE void add(int64_t at, int64_t to, const char* known) {
-    const Layout& layout = *job_.kept_layout;
-    any_ = false;
-    for_blocks(layout, at, to, [&](int64_t row, int64_t index, int64_t first, int64_t last) {
-      const Span& span = layout.spans[index];
-      if (!span.bits) return;
-      const int64_t size = span.block_size, end = minimum(last * size, span.numel);
-      const int64_t start = row * layout.numel + span.value_offset - at;
-      char* x = job_.values.at(row, span.value_offset * T::SIZE);
-      for (int64_t from = first * size; from < end; from += size) {
-        const int64_t n = minimum(size, end - from);
-        const bool idle = all_zero<typename T::Bits>(x + from * T::SIZE, n);
-        flags_[start + from] = idle, any_ |= idle;
-        if (!idle) add_finite<T>(known + (start + from) * T::SIZE, n, x + from * T::SIZE);
-      }
-    });
-    if (any_) move<true>(at, to);
-  }
-
-  INLINE void put_back(int64_t at, int64_t to) {
-    if (any_) move<false>(at, to);
-  }
-
- private:
-  // Copies scale, offset and codes of idle blocks, out of the kept rows or into them.
-  template <bool OUT>
-  void move(int64_t at, int64_t to) {
-    uint8_t* aside = bytes_.get();
-    const auto copy = [&](uint8_t* kept, int64_t n) {
-      memcpy(OUT ? aside : kept, OUT ? kept : aside, size_t(n));
-      aside += n;
-    };
-    const Layout& layout = *job_.kept_layout;
-    for_blocks(layout, at, to, [&](int64_t row, int64_t index, int64_t first, int64_t last) {
-      const Span& span = layout.spans[index];
-      if (!span.bits) return;
-      uint8_t* kept = job_.kept.at(row, 0);
-      const Planes full(span.bits, span.block_size), rest(span.bits, span.numel % span.block_size);
-      for (int64_t block = first; block < last; block++) {
-        const int64_t from = block * span.block_size;
-        if (!flags_[row * layout.numel + span.value_offset - at + from]) continue;
-        const bool whole = from + span.block_size <= span.numel;
-        copy(kept + span.meta_offset + block * meta_bytes(span), meta_bytes(span));
-        copy(kept + span.data_offset + block * full.bytes, whole ? full.bytes : rest.bytes);
-      }
-    });
-  }
-
-  const UpdateJob& job_;
-  const std::unique_ptr<bool[]> flags_;  // of the value that a block begins with
-  const std::unique_ptr<uint8_t[]> bytes_;
-  bool any_ = false;
-};
-
-template <class T>
-void add_stages(const UpdateJob& job, int64_t begin, int64_t end) {
-  const Layout &layout = *job.layout, &kept_layout = *job.kept_layout;
-  const int64_t room = STAGE + longest_joint_block(layout, kept_layout);
-  const std::unique_ptr<char[]> known(new char[size_t(room * T::SIZE)]);
-  Idle idle(job, room);
-  const bool plain = job.dtype == FLOAT32;
-  const Rows<char>& values = job.values;
-  const Rows<const char> sums = {values.start, values.inner, values.outer_step, values.inner_step};
-  const Rows<const uint8_t> kept = {job.kept.start, job.kept.inner, job.kept.outer_step,
-                                    job.kept.inner_step};
-  for (int64_t stage = begin; stage < end; stage++) {
-    const int64_t at = stage_start(layout, kept_layout, stage * STAGE);
-    const int64_t next = minimum((stage + 1) * STAGE, job.total);
-    const int64_t to = next == job.total ? next : stage_start(layout, kept_layout, next);
-    if (at >= to) continue;
-    // A stage may go on in the next row.
-    const Rows<char> staged = {known.get(), INT64_MAX, 0, layout.numel * T::SIZE, at * T::SIZE};
-    decode({&layout, job.wire, values, 1, 1.0f, 1.0f, job.dtype, false, plain, job.first_sender,
-            job.sender_step},
-           at, to);
-    decode({&kept_layout, kept, staged, 1, 1.0f, 1.0f, job.dtype, false, plain, 0, 1}, at, to);
-    idle.add<T>(at, to, known.get());
-    encode({&kept_layout, sums, job.kept, 0, 0, job.dtype, 0}, at, to);
-    idle.put_back(at, to);
-    decode({&kept_layout, kept, values, 1, 1.0f, 1.0f, job.dtype, false, plain, 0, 1}, at, to);
-  }
-}
-
-void add_changes(const UpdateJob& job, int64_t begin, int64_t end) {
-  if (job.dtype == FLOAT32) return add_stages<Float32>(job, begin, end);
-  if (job.dtype == BFLOAT16) return add_stages<Bfloat16>(job, begin, end);
-  add_stages<Float16>(job, begin, end);
 }
 
 }  // namespace QSDP_NAMESPACE

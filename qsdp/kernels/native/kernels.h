@@ -16,3 +16,4 @@
 #include "outputs.h"
 #include "decode.h"
 #include "changes.h"
+#include "update.h"
