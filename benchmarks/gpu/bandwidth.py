@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -108,20 +109,23 @@ def _runs(name: str, dtype: torch.dtype, device: torch.device, numel: int) -> li
     ]
     if name != "kept":
         return runs
-    after, stats = torch.empty_like(wire), torch.empty(1, 4, dtype=torch.float64, device=device)
-    sent = torch.empty_like(values)
-    out.zero_()  # differences, which leave values as they are
+    travel = layout_of("changes", replace(form, bits=4), (numel,), dtype)
+    changes = torch.empty(1, travel.row_bytes, dtype=torch.uint8, device=device)
+    stats = torch.empty(1, 4, dtype=torch.float64, device=device)
+    backend.encode(torch.zeros_like(values), travel, changes, key=KEY)
     return [
         *runs,
         Run(
-            "accumulate",
-            lambda: backend.accumulate(out, one, wire, after),
-            _bytes(out, out, wire, after),
+            "encode_changes",
+            lambda: backend.encode_changes(
+                *(values[0], travel, changes[0], wire[0], one, stats), key=KEY
+            ),
+            _bytes(values, wire, changes),
         ),
         Run(
-            "difference",
-            lambda: backend.difference(values[0], one, wire[0], sent[0], out[0], stats),
-            _bytes(values, wire, sent, sent, out),
+            "add_changes",
+            lambda: backend.add_changes(changes, travel, wire, one, out),
+            _bytes(changes, wire, wire, out),
         ),
     ]
 
