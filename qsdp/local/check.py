@@ -23,6 +23,7 @@ def check_arguments(
     config: SyncConfig,
     total_steps: int | None,
     lr: Callable[[int], float] | None,
+    steps: int,
 ) -> None:
     """Types, which are the same on all ranks: what is wrong is raised at once.
 
@@ -43,6 +44,12 @@ def check_arguments(
         raise ValueError(
             "ReplicaSync(total_steps=...) must be an integer of at least 1, or None, "
             f"got {total_steps!r}"
+        )
+    end = steps if total_steps is None else total_steps
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps <= end:
+        raise ValueError(
+            "ReplicaSync(steps=...) must be an integer from 0 to total_steps, "
+            f"{total_steps}, got {steps!r}"
         )
     if lr is not None and not callable(lr):
         raise TypeError(f"ReplicaSync(lr=...) must be a function of the step, or None, got {lr!r}")

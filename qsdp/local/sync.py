@@ -63,6 +63,7 @@ class ReplicaSync:
             model, with nothing left under way. None if the end is not known: call :meth:`finish`.
         lr: the learning rate of step 0, 1, ...; None reads the optimizer's when a round begins,
             which is right where the scheduler has stepped before :meth:`step` is called.
+        steps: that were taken before, where a training goes over to local steps.
 
     Attributes:
         steps: that were taken.
@@ -82,8 +83,9 @@ class ReplicaSync:
         *,
         total_steps: int | None = None,
         lr: Callable[[int], float] | None = None,
+        steps: int = 0,
     ) -> None:
-        check_arguments(model, optimizer, config, total_steps, lr)
+        check_arguments(model, optimizer, config, total_steps, lr, steps)
         entries = trained_parameters(model)
         self.config, self.total_steps = config, total_steps
         self._model, self._optimizer, self._lr = model, optimizer, lr
@@ -105,8 +107,8 @@ class ReplicaSync:
         )
         # What must be alike on all replicas whatever they have trained.
         self._facts = {name: fact for name, fact in facts.items() if name != "weights at the start"}
-        self.steps = 0
-        self.round = Round(0, 0, self._interval(0))
+        self.steps = steps
+        self.round = Round(0, steps, self._interval(steps))
         if joins:
             self._take_over(joins=True)
 
@@ -118,7 +120,8 @@ class ReplicaSync:
     @property
     def common(self) -> bool:
         """Whether all replicas hold the same weights now: no step since the whole was averaged."""
-        whole = self.steps in (0, self.total_steps) or len(self._memory.parts) == 1
+        first = self.round == (0, self.steps, self.round.interval)
+        whole = first or self.steps == self.total_steps or len(self._memory.parts) == 1
         return whole and self.steps == self.round.first and not self._memory.flights
 
     def due(self, step: int) -> bool:
