@@ -72,16 +72,20 @@ def facts_of(
     group: dist.ProcessGroup,
     *,
     alike: bool = True,
+    alone: bool = False,
 ) -> tuple[dict[str, Any], str | None]:
     """What all replicas must have in common at the start, and what is wrong on this rank.
 
     Args:
         alike: whether their weights are, too.
+        alone: whether replicas must be one rank each (:class:`Meeting`).
     """
     error = None
     try:
         config.require_matches(name for entry in entries for name in entry.names)
         _check_group(model, entries, group)
+        if alone:
+            _check_alone(model)
     except ValueError as raised:
         error = str(raised)
     facts: dict[str, Any] = {
@@ -95,6 +99,16 @@ def facts_of(
     if alike:
         facts["weights at the start"] = digest(entries)
     return facts, error
+
+
+def _check_alone(model: nn.Module) -> None:
+    """Raises ValueError where the model lives on process groups, which a Meeting takes down."""
+    sharded = any(isinstance(param, DTensor) for param in model.parameters())
+    if sharded or any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "ReplicaSync: with a Meeting a replica is one rank, and this model is sharded or "
+            "wrapped by DDP: give replicas of several ranks a process group"
+        )
 
 
 def _check_group(model: nn.Module, entries: Sequence[Entry], group: dist.ProcessGroup) -> None:

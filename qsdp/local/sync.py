@@ -95,7 +95,10 @@ class ReplicaSync:
         key = derive_key(config.seed, _LOCAL)
         self._peers = Peers(found, entries[0].local.device, key, config.verify)
         joins = self._meeting is not None and self._meeting.number > 1
-        facts, error = facts_of(model, entries, config, total_steps, found, alike=not joins)
+        alone = self._meeting is not None
+        facts, error = facts_of(
+            model, entries, config, total_steps, found, alike=not joins, alone=alone
+        )
         if not joins:
             self._peers.agree(facts, error)
         elif error is not None:

@@ -55,6 +55,8 @@ def take_step(
     seed = np.random.SeedSequence([config.seed, step, ranks.rank]).generate_state(1, np.uint64)
     torch.manual_seed(int(seed[0]))
     qsdp.comm_stats(model, reset=True)
+    if local is not None:  # checkpoints and validations of the average are no part of a step
+        local.sync.stats(reset=True)
     started = time.perf_counter()
     lr = learning_rate(config, step)
     for group in optimizer.param_groups:
