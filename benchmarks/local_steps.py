@@ -25,15 +25,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from benchmarks.network.hosts import INTERFACE, Hosts, require_privileges
 from qsdp.bench.launch import torchrun
 from qsdp.columns import format_columns
-from qsdp.trainer.batches import TextBatches
 from qsdp.trainer.comm import quantize_communication
 from qsdp.trainer.config import TrainConfig
-from qsdp.trainer.data import prepare_data
+from qsdp.trainer.data import Data, prepare_data
 from qsdp.trainer.evaluate import validation_loss
 from qsdp.trainer.launch import rank_environment
 from qsdp.trainer.local import averaged, make_local
@@ -82,20 +79,14 @@ def main(argv: list[str] | None = None) -> int:
             (None, EVERY_STEP, options.steps, True),
         ):
             hosts.limit(None if mbit is None else mbit / 1000)
-            for name, method in methods.items():
-                if options.methods and name not in options.methods:
-                    continue
-                work = _settings(options) | {
-                    "folder": folder, "method": method, "take": steps, "validate": validate,
-                }  # fmt: skip
-                answer = _run(hosts, work)
+            chosen = {n: m for n, m in methods.items() if n in (options.methods or methods)}
+            work = {"folder": folder, "methods": chosen, "take": steps, "validate": validate}
+            answers = _run(hosts, _settings(options) | work)
+            for name, answer in answers.items():
                 entry = found["methods"].setdefault(name, {})
                 # Of what talks every step the time counts over the link, the loss without it.
-                entry |= answer if validate and mbit else {
-                    key: value for key, value in answer.items() if (key == "loss") == validate
-                }  # fmt: skip
-                print(name, {k: v for k, v in answer.items() if k != "curve"}, flush=True)
-                (options.out / "local-steps.json").write_text(json.dumps(found, indent=1) + "\n")
+                entry |= {n: v for n, v in answer.items() if mbit or n in ("loss", "train_loss")}
+            (options.out / "local-steps.json").write_text(json.dumps(found, indent=1) + "\n")
     text = format_found(found)
     (options.out / "local-steps.txt").write_text(text + "\n")
     print(text)
@@ -124,7 +115,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run(hosts: Hosts, work: dict[str, Any]) -> dict[str, Any]:
-    """torchrun on both hosts; what rank 0 wrote."""
+    """torchrun on both hosts; what rank 0 wrote, by method."""
     answer = Path(work["folder"]) / "answer.json"
     answer.unlink(missing_ok=True)
     environment = rank_environment(2) | {
@@ -154,39 +145,43 @@ def _run(hosts: Hosts, work: dict[str, Any]) -> dict[str, Any]:
 
 
 def _work(work: dict[str, Any]) -> None:
-    """One rank of one training."""
+    """One rank of one training after another; rank 0 writes what each gave."""
+    with process_group("cpu", 1800.0) as ranks:
+        base = _config(work)
+        data = prepare_data(base, ranks)
+        answers = {}
+        for name, method in work["methods"].items():
+            local_steps = "sync_every" in method
+            config = dataclasses.replace(base, replicate=2 if local_steps else 1, **method)
+            training = _prepare(config, ranks, data)
+            records = [take_step(training, step).metrics for step in range(1, work["take"] + 1)]
+            answers[name] = _answer(records, training)
+            if work["validate"]:
+                arguments = (training.model, data.valid, config, ranks)
+                with averaged(training.local):
+                    loss = validation_loss(*arguments, limit=config.final_eval_windows)
+                answers[name]["loss"] = loss
+            if ranks.rank == 0:
+                print(name, answers[name], flush=True)
+                (Path(work["folder"]) / "answer.json").write_text(json.dumps(answers))
+
+
+def _config(work: dict[str, Any]) -> TrainConfig:
     heads = max(1, work["width"] // 32)
-    config = TrainConfig(
+    return TrainConfig(
         folder=Path(work["folder"]) / "run", steps=work["steps"], seed=work["seed"],
         layers=work["layers"], width=work["width"], heads=heads, lr=2e-3, final_lr_fraction=0.02,
         warmup_steps=min(100, work["steps"] // 14), timeout=1800.0, log_every=10**9,
     )  # fmt: skip
-    local_steps = "sync_every" in work["method"]
-    config = dataclasses.replace(config, replicate=2 if local_steps else 1, **work["method"])
-    with process_group("cpu", config.timeout) as ranks:
-        training, valid = _prepare(config, ranks)
-        records = []
-        for step in range(1, work["take"] + 1):
-            records.append(take_step(training, step).metrics)
-        answer = _answer(records, training)
-        if work["validate"]:
-            with averaged(training.local):
-                answer["loss"] = validation_loss(
-                    training.model, valid, config, ranks, limit=config.final_eval_windows
-                )
-        if dist.get_rank() == 0:
-            (Path(work["folder"]) / "answer.json").write_text(json.dumps(answer))
 
 
-def _prepare(config: TrainConfig, ranks: Ranks) -> tuple[Training, Any]:
-    data = prepare_data(config, ranks)
-    assert isinstance(data.batches, TextBatches)
+def _prepare(config: TrainConfig, ranks: Ranks, data: Data) -> Training:
     model = build_model(config, data.tokenizer)
     mesh = shard(model, config, ranks)
     optimizer = build_optimizer(model, config)
     quantize_communication(model, config)
     local = make_local(model, optimizer, mesh, config, 0)
-    return Training(config, ranks, model, optimizer, data.batches, local), data.valid
+    return Training(config, ranks, model, optimizer, data.batches, local)
 
 
 def _answer(records: list[dict[str, Any]], training: Training) -> dict[str, Any]:
