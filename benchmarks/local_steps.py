@@ -87,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
                 # Of what talks every step the time counts over the link, the loss without it.
                 entry |= {n: v for n, v in answer.items() if mbit or n in ("loss", "train_loss")}
             (options.out / "local-steps.json").write_text(json.dumps(found, indent=1) + "\n")
+    plot(found, options.out / "local-steps.png")
     text = format_found(found)
     (options.out / "local-steps.txt").write_text(text + "\n")
     print(text)
@@ -196,6 +197,26 @@ def _answer(records: list[dict[str, Any]], training: Training) -> dict[str, Any]
         "rounds": sum(bool(record.get("synchronised")) for record in records),
         "train_loss": statistics.mean(record["loss"] for record in records[-50:]),
     }
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    """Loss against bytes a step, and against the time of a step; both scales logarithmic in x."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), dpi=80, layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    labels = (("sent", 1e3, "kB a rank sends a step"), ("step_s", 1e-3, "ms a step"))
+    for axes, (key, unit, label) in zip(panels, labels, strict=True):
+        for name, of in found["methods"].items():
+            if "loss" in of and key in of:
+                x = of[key] / unit
+                axes.plot(x, of["loss"], "o" if name in EVERY_STEP else "s", label=name)
+        axes.set_xscale("log")
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("validation loss")
+    panels[1].legend(fontsize=7)
+    figure.savefig(path)
 
 
 def format_found(found: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -232,15 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sync-every-micro-batch", action="store_true", help="reduce after each of them")
     add("--recompute", action="store_true", help="activation checkpointing")
     add("--overlap", action=argparse.BooleanOptionalAction, help="of collectives and computation")
-    add(
-        "--sync-every",
-        type=int,
-        nargs="+",
-        metavar="STEPS",
-        help="also nodes that train on their own, each a replica, and synchronise their weights "
-        "after so many steps (docs/local_steps.md)",
-    )
-    add("--sync-bits", type=int, default=SYNC_BITS, metavar="B", help="of these, 2 to 8 or 32")
+    _add_local(add)
     add("--configs", nargs="+", metavar="NAME", help=f"the first is the baseline: {VARIANTS}")
     add("--measure", action="store_true", help="take codec and link rates from this machine")
     add("--survey", action="store_true", help="8 to 4096 ranks, 1B to 70B, 1 to 400 Gbit/s")
@@ -255,6 +247,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--plot", type=Path, metavar="FILE", help="also draw step time against bandwidth (PNG)")
     add("--json", action="store_true", help="print a list of objects in place of the table")
     return parser
+
+
+def _add_local(add: Callable[..., argparse.Action]) -> None:
+    add("--sync-every", type=int, nargs="+", metavar="STEPS",
+        help="also nodes that train on their own, each a replica, and synchronise their weights "
+        "after so many steps (docs/local_steps.md)")  # fmt: skip
+    add("--sync-bits", type=int, default=SYNC_BITS, metavar="B", help="of these, 2 to 8 or 32")
 
 
 def _case(options: argparse.Namespace) -> tuple[Case, list[str]]:

@@ -76,16 +76,9 @@ def take_step(
     norm_value = norm.full_tensor().item()
     optimizer.step()
     optimizer.zero_grad()
+    shared[1] = float(stop_requested())
     synchronised = local is not None and local.sync.due(step)
-    if local is not None:
-        local.sync.step()
-    met = local is None or synchronised or local.meets(step, config)
-    if met or local is None:
-        shared[1] = float(stop_requested())
-        dist.all_reduce(shared)
-    else:
-        dist.all_reduce(shared, group=local.group)
-        shared[0] *= local.num_replicas
+    met = _share(shared, training, step)
     mean_loss, stops = shared.tolist()
     step_s = time.perf_counter() - started
     comm = qsdp.comm_stats(model)
@@ -109,3 +102,22 @@ def take_step(
     if local is not None:
         metrics |= {"sync_interval": local.sync.round.interval, "synchronised": synchronised}
     return StepResult(metrics, comm, stops > 0, met)
+
+
+def _share(shared: torch.Tensor, training: Training, step: int) -> bool:
+    """Add up loss and stop requests over all ranks; whether it was all of them.
+
+    Replicas with steps of their own synchronise first, if they are to. Where they do not meet, the
+    loss becomes that of one replica, and nobody stops.
+    """
+    local = training.local
+    if local is not None:
+        met = local.meets(step, training.config)
+        local.sync.step()
+        if not met:
+            dist.all_reduce(shared, group=local.group)
+            shared[0] *= local.num_replicas
+            shared[1] = 0.0
+            return False
+    dist.all_reduce(shared)
+    return True
