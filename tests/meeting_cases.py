@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -18,6 +19,30 @@ from qsdp.ways import Feedback
 
 STEPS, DIES_AFTER, WAITS_AT = 48, 10, 20
 TIMEOUT_S = 90
+
+
+def left_alone(folder: str, rank: int) -> None:
+    """Two replicas of one process group, of which the second ends in its first round."""
+    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True, file=sys.stderr)
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    timeout = timedelta(seconds=20)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timeout)
+    torch.manual_seed(0)
+    model = nn.Linear(32, 48)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = SyncConfig(SyncSchedule(base=2), Feedback(QSDPConfig.preset("w32g4").gradients))
+    sync = ReplicaSync(model, optimizer, dist.group.WORLD, config)
+    assert not sync.step()
+    if rank == 1:
+        os._exit(1)
+    before = model.weight.detach().clone()
+    try:
+        sync.step()
+    except RuntimeError as error:
+        kept = torch.equal(before, model.weight.detach()) and sync.steps == 1
+        torch.save((str(error), kept), Path(folder) / "error.pt")
+    os._exit(0)
 
 
 def data(name: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from meeting_cases import DIES_AFTER, STEPS, TIMEOUT_S, replica
+from meeting_cases import DIES_AFTER, STEPS, TIMEOUT_S, left_alone, replica
 
 from qsdp import Meeting
 
@@ -60,6 +60,21 @@ def test_a_replica_dies_and_returns(tmp_path: Path) -> None:
         assert len(survivor["warnings"]) == 1
         assert "going on with 2 of 3 replicas" in survivor["warnings"][0]
     assert disturbed[0]["loss"] <= 1.1 * quiet[0]["loss"], (disturbed[0]["loss"], quiet[0]["loss"])
+
+
+@pytest.mark.ranks
+def test_who_is_left_in_a_group_is_told(tmp_path: Path) -> None:
+    """Within the group's timeout, in one line; the step does not count, the weights stay."""
+    context = mp.get_context("spawn")
+    processes = [context.Process(target=left_alone, args=(str(tmp_path), r)) for r in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=TIMEOUT_S)
+        process.kill()
+    text, kept = torch.load(tmp_path / "error.pt")
+    assert text.startswith("ReplicaSync: the synchronisation at step 2 failed, another replica is")
+    assert "\n" not in text and kept
 
 
 def test_what_a_meeting_refuses(tmp_path: Path) -> None:
