@@ -32,8 +32,7 @@ What quantizing would gain on a cluster, before renting it.
   qsdp plan --parameters 13e9 --layers 40 --nodes 64 --tflops 300
   qsdp plan --cluster qsdp-paper --json
   qsdp plan --runs runs/demo/w*   what runs would have taken on slower links
-  qsdp plan --nodes 2 --bandwidth .05 --sync-every 100   each node trains alone and
-                                  synchronises its weights every 100 steps
+  qsdp plan --nodes 2 --bandwidth .05 --sync-every 100    nodes train alone
   qsdp plan --survey              where quantizing stops paying, 8 to 4096 ranks
 
 A step is computation, encoding, decoding and transfers, overlapped as FSDP2
