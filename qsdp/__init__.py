@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from qsdp.decoded import decoded_state_dict, decoded_weights
     from qsdp.fsdp import comm_stats, is_quantized, observe_comms, remove_qsdp
     from qsdp.levels import LevelSchedule
+    from qsdp.local.config import OuterStep, SyncConfig
+    from qsdp.local.meeting import Meeting
+    from qsdp.local.schedule import SyncSchedule
+    from qsdp.local.sync import ReplicaSync
     from qsdp.quantizer import Quantizer
     from qsdp.rows import decode, encode, wire_bytes
     from qsdp.state import comm_state_dict, load_comm_state_dict
@@ -35,9 +39,14 @@ __all__ = [
     "Feedback",
     "Learned",
     "LevelSchedule",
+    "Meeting",
+    "OuterStep",
     "QSDPConfig",
     "QuantizedDDPState",
     "Quantizer",
+    "ReplicaSync",
+    "SyncConfig",
+    "SyncSchedule",
     "Ways",
     "all_gather_quantized",
     "all_reduce_quantized",
@@ -67,6 +76,10 @@ _NAMES = {
     "decoded": ("decoded_state_dict", "decoded_weights"),
     "fsdp": ("comm_stats", "is_quantized", "observe_comms", "remove_qsdp"),
     "levels": ("LevelSchedule",),
+    "local.config": ("OuterStep", "SyncConfig"),
+    "local.meeting": ("Meeting",),
+    "local.schedule": ("SyncSchedule",),
+    "local.sync": ("ReplicaSync",),
     "quantizer": ("Quantizer",),
     "rows": ("decode", "encode", "wire_bytes"),
     "state": ("comm_state_dict", "load_comm_state_dict"),

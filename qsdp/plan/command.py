@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ What quantizing would gain on a cluster, before renting it.
   qsdp plan --parameters 13e9 --layers 40 --nodes 64 --tflops 300
   qsdp plan --cluster qsdp-paper --json
   qsdp plan --runs runs/demo/w*   what runs would have taken on slower links
+  qsdp plan --nodes 2 --bandwidth .05 --sync-every 100    nodes train alone
   qsdp plan --survey              where quantizing stops paying, 8 to 4096 ranks
 
 A step is computation, encoding, decoding and transfers, overlapped as FSDP2
@@ -48,6 +49,8 @@ VARIANTS = (
     "(two-level where it sets ranks_per_node); presets and files with -bf16 at the end to compute "
     "in bfloat16"
 )
+SYNC_BITS = 4
+"""In which --sync-every synchronises where --sync-bits is not given."""
 WORTHWHILE = 1.03
 """Below this speed-up the baseline is recommended."""
 CLOSE = 1.05
@@ -84,7 +87,7 @@ def run(argv: list[str]) -> int:
     if options.runs:
         return _runs(options)
     chosen, measured = _case(options)
-    answers = plan(chosen)
+    answers = plan(chosen, _intervals(options, chosen), options.sync_bits)
     if options.plot is not None:
         from qsdp.plan.plots import plot_steps
 
@@ -107,12 +110,32 @@ def _runs(options: argparse.Namespace) -> int:
     return runs.run(options.runs, bandwidths, latency_us, as_json=options.json)
 
 
-def plan(chosen: Case) -> list[Answer]:
+def _intervals(options: argparse.Namespace, chosen: Case) -> tuple[int, ...]:
+    """What --sync-every gives. Raises ValueError where it cannot act."""
+    intervals = tuple(options.sync_every or ())
+    if options.sync_bits not in (*range(2, 9), 32):
+        raise ValueError(f"--sync-bits must be 2 to 8, or 32, got {options.sync_bits}")
+    if not intervals and options.sync_bits != SYNC_BITS:
+        raise ValueError("--sync-bits needs --sync-every STEPS")
+    if any(interval < 1 for interval in intervals):
+        raise ValueError(f"--sync-every must be at least 1, got {min(intervals)}")
+    if intervals and chosen.cluster.nodes < 2:
+        raise ValueError("--sync-every needs --nodes of at least 2: each node is a replica")
+    return intervals
+
+
+def plan(chosen: Case, intervals: Sequence[int] = (), bits: int = SYNC_BITS) -> list[Answer]:
     """Every variant at every bandwidth, the first variant being the baseline.
+
+    Args:
+        intervals: steps between synchronisations of nodes that train on their own; inside a node
+            the baseline. Never recommended: local steps change what is learned.
+        bits: of these synchronisations.
 
     Raises:
         ValueError: a variant that cannot be applied to the case's model or cluster.
     """
+    from qsdp.plan.local import predict_local
     from qsdp.plan.model import predict
 
     found: list[Answer] = []
@@ -125,6 +148,11 @@ def plan(chosen: Case) -> list[Answer]:
         ]
         best = _recommended(here)
         found += [replace(answer, recommended=answer is best) for answer in here]
+        for interval in intervals:
+            base = chosen.variants[0]
+            step = predict_local(chosen.model, cluster, chosen.work, base, interval, bits)
+            local = replace(base, name=f"{base.name}, {bits} bits every {interval}")
+            found.append(Answer(gbps, local, step, steps[0].step_s / step.step_s))
     return found
 
 
@@ -203,6 +231,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sync-every-micro-batch", action="store_true", help="reduce after each of them")
     add("--recompute", action="store_true", help="activation checkpointing")
     add("--overlap", action=argparse.BooleanOptionalAction, help="of collectives and computation")
+    _add_local(add)
     add("--configs", nargs="+", metavar="NAME", help=f"the first is the baseline: {VARIANTS}")
     add("--measure", action="store_true", help="take codec and link rates from this machine")
     add("--survey", action="store_true", help="8 to 4096 ranks, 1B to 70B, 1 to 400 Gbit/s")
@@ -217,6 +246,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--plot", type=Path, metavar="FILE", help="also draw step time against bandwidth (PNG)")
     add("--json", action="store_true", help="print a list of objects in place of the table")
     return parser
+
+
+def _add_local(add: Callable[..., argparse.Action]) -> None:
+    add("--sync-every", type=int, nargs="+", metavar="STEPS",
+        help="also nodes that train on their own, each a replica, and synchronise their weights "
+        "after so many steps (docs/local_steps.md)")  # fmt: skip
+    add("--sync-bits", type=int, default=SYNC_BITS, metavar="B", help="of these, 2 to 8 or 32")
 
 
 def _case(options: argparse.Namespace) -> tuple[Case, list[str]]:

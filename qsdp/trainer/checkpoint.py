@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from qsdp.agreement import all_gather_json
 from qsdp.trainer.config import LATEST
+from qsdp.trainer.local import Local, own_tensors, use_own, whole_and_own
 from qsdp.trainer.ranks import on_rank_zero, together
 
 DESCRIPTION = "checkpoint.json"
@@ -81,6 +82,7 @@ def save_checkpoint(
     *,
     keep: int,
     comm: Mapping[str, torch.Tensor] | None = None,
+    local: Local | None = None,
 ) -> Path:
     """Write `folder/step-N` and delete all but the last `keep`; collective.
 
@@ -90,11 +92,13 @@ def save_checkpoint(
 
     Args:
         comm: what :func:`qsdp.comm_state_dict` gave.
+        local: where replicas differ: the checkpoint holds their average, and what is each one's.
     """
     final = folder / f"step-{description.step:08d}"
     partial = folder / (final.name + _PARTIAL)
     on_rank_zero(lambda: _fresh_folder(partial))
-    tensors = {**_tensors(model, optimizer), **_comm_tensors(comm or {})}
+    of_model = together(lambda: whole_and_own(_tensors(model, optimizer), local))
+    tensors = {**of_model, **_comm_tensors(comm or {})}
     together(lambda: _write_tensors(partial, tensors))
     checksums = together(lambda: _checksums(partial))
     on_rank_zero(lambda: _complete(partial, final, description, checksums, keep))
@@ -203,6 +207,20 @@ def load_checkpoint(
     together(lambda: _verify_files(path, dist.get_rank(), dist.get_world_size()))
     tensors = _tensors(model, optimizer)
     together(lambda: _read_tensors(path, tensors))
+    _use(tensors, model, optimizer)
+    return description
+
+
+def load_own(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give each rank its own again, of replicas that differ; collective, after load_checkpoint."""
+    tensors = _tensors(model, optimizer)
+    own = own_tensors(tensors)
+    together(lambda: _read_tensors(path, own))
+    _use(use_own(tensors, own), model, optimizer)
+
+
+def _use(tensors: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Fill model and optimizer with what :func:`_tensors` gave, or was read into it."""
     model_state = {
         name.removeprefix("model."): value
         for name, value in tensors.items()
@@ -214,7 +232,6 @@ def load_checkpoint(
         if "optimizer." + name in tensors:
             optimizer_state[name] = tensors["optimizer." + name]
     set_optimizer_state_dict(model, optimizer, optimizer_state, options=_OPTIONS)
-    return description
 
 
 def load_weights(path: Path, model: nn.Module, tokenizer: str) -> None:

@@ -53,13 +53,19 @@ def comm_config(config: TrainConfig) -> qsdp.QSDPConfig:
 
 def _between_replicas(comm: qsdp.QSDPConfig, config: TrainConfig) -> qsdp.QSDPConfig:
     """With --replicate, a preset's gradients travel alike between replicas."""
+    if comm.replicas is not None and config.sync_every is not None:
+        raise ValueError(
+            f"--comm {config.comm_name} says how replicas reduce gradients, and with --sync-every "
+            "they reduce none: leave replicas out"
+        )
     if comm.replicas is not None and config.replicate == 1:
         raise ValueError(
             f"--comm {config.comm_name} says how replicas reduce gradients, and there is one: give "
             "--replicate N, or leave replicas out"
         )
     preset = not config.comm.startswith("{")
-    if not (preset and config.replicate > 1 and config.quantize_replicas):
+    reduces = config.replicate > 1 and config.sync_every is None
+    if not (preset and reduces and config.quantize_replicas):
         return comm
     assert not isinstance(comm.gradients, qsdp.Learned)  # no preset has it
     return dataclasses.replace(comm, replicas=comm.gradients)

@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from qsdp.arguments import did_you_mean
+from qsdp.trainer.replicas import ReplicaFlags, check_replica_flags
 
 PresetName = Literal["tiny", "gpt2-125m", "gpt2-350m", "gpt2-1.3b"]
 LATEST = "latest"
@@ -65,7 +66,7 @@ def flag_of(name: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(ReplicaFlags):
     """Pretrain or continue a causal language model with quantized communication."""
 
     preset: PresetName = "tiny"
@@ -220,6 +221,12 @@ class TrainConfig:
         micro = self.micro_batch_size
         self._require("micro_batch_size", micro is None or micro >= 1, "at least 1")
         self._check_lora()
+        check_replica_flags(
+            self,
+            replicate=self.replicate,
+            quantize_replicas=self.quantize_replicas,
+            comm=self.comm,
+        )
         if self.data and self.dataset:
             raise ValueError("--data and --dataset exclude each other: give one of them")
         if not self.data and not self.dataset and self.valid:

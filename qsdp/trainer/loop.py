@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 import shutil
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -15,7 +12,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-import qsdp
 from qsdp.agreement import all_gather_json
 from qsdp.trainer.auto import DECISION, decide_communication
 from qsdp.trainer.boards import TENSORBOARD, WANDB, forget, open_boards
@@ -23,16 +19,21 @@ from qsdp.trainer.check import check
 from qsdp.trainer.checkpoint import (
     Description,
     find_checkpoint,
-    load_checkpoint,
-    load_comm,
     save_checkpoint,
 )
-from qsdp.trainer.comm import quantize_communication, quantizes_weights, remembers_alike
+from qsdp.trainer.comm import quantize_communication, quantizes_weights
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.data import Data, prepare_data, vocabulary_digest
 from qsdp.trainer.evaluate import master_validation_loss, validation_loss
 from qsdp.trainer.export import Weights, export_model
 from qsdp.trainer.launch import STOP_FILE
+from qsdp.trainer.local import (
+    Local,
+    averaged,
+    comm_state,
+    describe,
+    make_local,
+)
 from qsdp.trainer.lock import hold
 from qsdp.trainer.metrics import METRICS, RESULT, Metrics, read_metrics, step_medians, write_json
 from qsdp.trainer.model import (
@@ -43,16 +44,9 @@ from qsdp.trainer.model import (
     shard,
 )
 from qsdp.trainer.ranks import Ranks, SharedError, on_rank_zero, process_group, together
+from qsdp.trainer.resume import Progress, continue_run, shapes, warnings_on_a_line
 from qsdp.trainer.step import Training, take_step
 from qsdp.trainer.stop import StopRequest
-
-# Settings that another part of the same training may differ in.
-_FREE_ON_RESUME = {
-    "folder", "overwrite", "resume", "nproc", "device", "timeout", "log_every", "eval_every",
-    "eval_windows", "final_eval_windows", "checkpoint_every", "keep_checkpoints", "export",
-    "wandb",
-}  # fmt: skip
-_DEFAULTS = TrainConfig().to_json()
 
 
 class Run(NamedTuple):
@@ -65,22 +59,18 @@ class Run(NamedTuple):
     optimizer: torch.optim.Optimizer
     metrics: Metrics | None
     """On rank 0 only."""
+    local: Local | None
+    """With --sync-every."""
 
     @property
     def training(self) -> Training:
-        return Training(self.config, self.ranks, self.model, self.optimizer, self.data.batches)
+        return Training(
+            self.config, self.ranks, self.model, self.optimizer, self.data.batches, self.local
+        )
 
     def say(self, text: str) -> None:
         if self.metrics is not None:
             self.metrics.say(text)
-
-
-class Progress(NamedTuple):
-    """Where a run stands."""
-
-    step: int
-    elapsed_s: float
-    """Seconds in training steps, over all processes that continued the run."""
 
 
 def train(config: TrainConfig) -> None:
@@ -94,17 +84,19 @@ def train(config: TrainConfig) -> None:
         data = prepare_data(config, ranks)
         model = together(lambda: build_model(config, data.tokenizer))
         count = count_parameters(model)
-        shard(model, config, ranks)
+        mesh = shard(model, config, ranks)
         optimizer = build_optimizer(model, config)
         config = together(lambda: decide_communication(model, config, resume))
-        with _warnings_on_a_line(ranks):
+        with warnings_on_a_line(ranks):
             together(lambda: quantize_communication(model, config))
-        start = Progress(0, 0.0)
-        if resume is not None:
-            start = _resume(resume, config, ranks, data, model, optimizer)
+        start, local = Progress(0, 0.0), None
+        if resume is None:
+            local = together(lambda: make_local(model, optimizer, mesh, config, 0))
+        else:
+            start, local = continue_run(resume, config, ranks, data, model, optimizer, mesh)
         on_rank_zero(lambda: _write_config(config))
         metrics = together(lambda: _open_metrics(config, ranks, start))
-        run = Run(config, ranks, data, model, optimizer, metrics)
+        run = Run(config, ranks, data, model, optimizer, metrics, local)
         run.say(_headline(run, count, resume))
         try:
             end = _take_steps(run, start, stop)
@@ -169,74 +161,10 @@ def _headline(run: Run, count: Count, resume: Path | None) -> str:
     num_ranks = run.ranks.num_ranks
     return (
         f"{config.run_folder}: {count.parameters:,} parameters{trained}, {config.comm_name}, "
-        f"{num_ranks} rank{'s' * (num_ranks > 1)} on {run.ranks.device.type}{replicas}, "
+        f"{num_ranks} rank{'s' * (num_ranks > 1)} on {run.ranks.device.type}{replicas}"
+        f"{describe(config)}, "
         f"{config.steps} steps of {config.batch_size} x {config.sequence_length} tokens{source}"
     )
-
-
-def _resume(
-    path: Path,
-    config: TrainConfig,
-    ranks: Ranks,
-    data: Data,
-    model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
-) -> Progress:
-    saved = load_checkpoint(
-        path,
-        model,
-        optimizer,
-        parameters=_shapes(model),
-        tokenizer=vocabulary_digest(data.tokenizer),
-    )
-
-    def continue_data() -> None:
-        states = saved.data_states
-        if len(states) == ranks.num_ranks:
-            data.batches.load_state(states[ranks.rank])
-        elif any(states):
-            raise ValueError(
-                f"{path} holds the stream positions of {len(states)} ranks; resume with --nproc "
-                f"{len(states)}, not {ranks.num_ranks}"
-            )
-
-    together(continue_data)
-    if remembers_alike(saved.config, config):
-        _resume_communication(path, saved, model, ranks)
-    if ranks.rank == 0:
-        now = config.to_json()
-        for name in sorted(set(now) - _FREE_ON_RESUME):
-            # A checkpoint may be older than a flag.
-            if saved.config.get(name, _DEFAULTS[name]) != now[name]:
-                flag = "--" + name.replace("_", "-")
-                print(
-                    f"qsdp train: warning: {flag} was {saved.config.get(name)} when {path} was "
-                    f"saved, is {now[name]} now"
-                )
-    return Progress(saved.step, saved.elapsed_s)
-
-
-def _resume_communication(
-    path: Path, saved: Description, model: PreTrainedModel, ranks: Ranks
-) -> None:
-    state = load_comm(path, saved, qsdp.comm_state_dict(model))
-    with _warnings_on_a_line(ranks):
-        together(lambda: qsdp.load_comm_state_dict(model, state))
-
-
-@contextmanager
-def _warnings_on_a_line(ranks: Ranks) -> Iterator[None]:
-    """Warnings without the line of code that gave them; all ranks have the same, one tells."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    if ranks.rank == 0:
-        for warning in caught:
-            print(f"qsdp train: warning: {str(warning.message).removeprefix('qsdp: ')}", flush=True)
-
-
-def _shapes(model: PreTrainedModel) -> dict[str, list[int]]:
-    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _take_steps(run: Run, progress: Progress, stop: StopRequest) -> Progress:
@@ -247,7 +175,7 @@ def _take_steps(run: Run, progress: Progress, stop: StopRequest) -> Progress:
         result = take_step(run.training, step, stop.requested)
         elapsed_s = progress.elapsed_s + result.metrics["step_s"]
         record = result.metrics | {"elapsed_s": elapsed_s}
-        if not math.isfinite(record["loss"]):
+        if result.met and not math.isfinite(record["loss"]):
             raise SharedError(
                 f"the loss of step {step} is {record['loss']}; lower --lr, or --resume from "
                 f"{config.run_folder / 'checkpoints'} with other settings"
@@ -269,9 +197,10 @@ def _take_steps(run: Run, progress: Progress, stop: StopRequest) -> Progress:
         elif config.checkpoint_every and step % config.checkpoint_every == 0:
             _save(run, progress)
         if config.eval_every and step % config.eval_every == 0 and not last:
-            loss = validation_loss(
-                run.model, run.data.valid, config, run.ranks, limit=config.eval_windows
-            )
+            with averaged(run.local):
+                loss = validation_loss(
+                    run.model, run.data.valid, config, run.ranks, limit=config.eval_windows
+                )
             _record_validation(run, progress, loss)
     return progress
 
@@ -281,7 +210,7 @@ def _save(run: Run, progress: Progress) -> None:
         step=progress.step,
         elapsed_s=progress.elapsed_s,
         config=run.config.to_json(),
-        parameters=_shapes(run.model),
+        parameters=shapes(run.model),
         tokenizer=vocabulary_digest(run.data.tokenizer),
         data_states=all_gather_json(run.data.batches.state()),
         num_ranks=run.ranks.num_ranks,
@@ -292,7 +221,8 @@ def _save(run: Run, progress: Progress) -> None:
         run.optimizer,
         description,
         keep=run.config.keep_checkpoints,
-        comm=qsdp.comm_state_dict(run.model),
+        comm=comm_state(run.model, run.local),
+        local=run.local,
     )
 
 

@@ -139,10 +139,26 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def step_medians(records: list[dict[str, Any]]) -> dict[str, float]:
-    """Median over training steps, without the first few, of each time and byte count."""
-    steps = _warm_steps(records)
+    """Median over training steps, without the first few, of each time and byte count.
+
+    Where replicas synchronise now and then (--sync-every) the mean over whole rounds: of most steps
+    the median would be that nothing was sent.
+    """
+    rounds = _whole_rounds(records)
+    steps, middle = (
+        (rounds, statistics.mean) if rounds else (_warm_steps(records), statistics.median)
+    )
     names = ("step_s", *SPLIT, "tokens_per_s", "sent", "stock_sent")
-    return {name: statistics.median(s[name] for s in steps) for name in names} if steps else {}
+    return {name: middle([s[name] for s in steps]) for name in names} if steps else {}
+
+
+def _whole_rounds(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Steps from after the first synchronisation to the last one; none where all steps do it."""
+    steps = [record for record in records if "loss" in record]
+    ends = [place for place, step in enumerate(steps, 1) if step.get("synchronised")]
+    if not any("synchronised" in step for step in steps):
+        return []
+    return steps[ends[0] : ends[-1]] if len(ends) > 1 else steps
 
 
 def step_parts(records: list[dict[str, Any]]) -> dict[str, float]:

@@ -94,9 +94,11 @@ def _check_fits(
         )
 
 
-def shard(model: PreTrainedModel, config: TrainConfig, ranks: Ranks) -> None:
-    """Wrap each block and then the whole for FSDP2, in place."""
-    mesh = _mesh(config, ranks)
+def shard(model: PreTrainedModel, config: TrainConfig, ranks: Ranks) -> DeviceMesh:
+    """Wrap each block and then the whole for FSDP2, in place; returns the mesh of all ranks."""
+    whole = _mesh(config, ranks)
+    # Replicas with steps of their own know nothing of each other.
+    mesh = whole if config.sync_every is None else whole["shard"]
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.precision == "bf16" else None,
         reduce_dtype=torch.bfloat16 if config.reduce_precision == "bf16" else torch.float32,
@@ -113,6 +115,7 @@ def shard(model: PreTrainedModel, config: TrainConfig, ranks: Ranks) -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy)
     if config.prefetch and ranks.device.type == "cpu":
         _prefetch(model)
+    return whole
 
 
 def _mesh(config: TrainConfig, ranks: Ranks) -> DeviceMesh:

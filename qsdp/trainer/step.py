@@ -17,6 +17,7 @@ import qsdp
 from qsdp.trainer.batches import Batches
 from qsdp.trainer.config import TrainConfig, learning_rate
 from qsdp.trainer.evaluate import token_losses
+from qsdp.trainer.local import Local
 from qsdp.trainer.ranks import Ranks
 
 
@@ -28,27 +29,34 @@ class Training(NamedTuple):
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
     batches: Batches
+    local: Local | None = None
+    """With --sync-every."""
 
 
 class StepResult(NamedTuple):
     """What a step tells about itself: ``metrics`` of this rank, and whether any rank wants to stop.
 
-    ``loss`` and ``grad_norm`` in ``metrics`` are equal on all ranks.
+    ``loss`` and ``grad_norm`` in ``metrics`` are equal on all ranks. With --sync-every the norm is
+    that of one replica, and so is the loss of steps in which replicas do not meet.
     """
 
     metrics: dict[str, Any]
     comm: qsdp.CommStats
     stopping: bool
+    met: bool
+    """Whether all ranks know of this step."""
 
 
 def take_step(
     training: Training, step: int, stop_requested: Callable[[], bool] = lambda: False
 ) -> StepResult:
     """Take optimizer step ``step`` (1, 2, ...); every rank calls it with the same number."""
-    config, ranks, model, optimizer, batches = training
+    config, ranks, model, optimizer, batches, local = training
     seed = np.random.SeedSequence([config.seed, step, ranks.rank]).generate_state(1, np.uint64)
     torch.manual_seed(int(seed[0]))
     qsdp.comm_stats(model, reset=True)
+    if local is not None:  # checkpoints and validations of the average are no part of a step
+        local.sync.stats(reset=True)
     started = time.perf_counter()
     lr = learning_rate(config, step)
     for group in optimizer.param_groups:
@@ -69,10 +77,13 @@ def take_step(
     optimizer.step()
     optimizer.zero_grad()
     shared[1] = float(stop_requested())
-    dist.all_reduce(shared)
+    synchronised = local is not None and local.sync.due(step)
+    met = _share(shared, training, step)
     mean_loss, stops = shared.tolist()
     step_s = time.perf_counter() - started
     comm = qsdp.comm_stats(model)
+    if local is not None:
+        comm += local.stats()
     metrics = {
         "step": step,
         "loss": mean_loss,
@@ -88,4 +99,25 @@ def take_step(
         "sent": comm.sent,
         "stock_sent": comm.stock_sent,
     }
-    return StepResult(metrics, comm, stops > 0)
+    if local is not None:
+        metrics |= {"sync_interval": local.sync.round.interval, "synchronised": synchronised}
+    return StepResult(metrics, comm, stops > 0, met)
+
+
+def _share(shared: torch.Tensor, training: Training, step: int) -> bool:
+    """Add up loss and stop requests over all ranks; whether it was all of them.
+
+    Replicas with steps of their own synchronise first, if they are to. Where they do not meet, the
+    loss becomes that of one replica, and nobody stops.
+    """
+    local = training.local
+    if local is not None:
+        met = local.meets(step, training.config)
+        local.sync.step()
+        if not met:
+            dist.all_reduce(shared, group=local.group)
+            shared[0] *= local.num_replicas
+            shared[1] = 0.0
+            return False
+    dist.all_reduce(shared)
+    return True

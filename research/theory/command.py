@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from qsdp.columns import format_columns
-from research.theory import differences, exhaustive, floors, guarantee
+from research.theory import differences, drift, exhaustive, floors, guarantee
 from research.theory.claims import Claim, Part
 
 PARTS: tuple[Callable[[], Part], ...] = (
@@ -26,6 +26,7 @@ PARTS: tuple[Callable[[], Part], ...] = (
     guarantee.masters,
     differences.theorem,
     differences.counterexample,
+    drift.local_steps,
 )
 HEADER = ("claim", "setting", "measured", "+-", "", "reference", "")
 
