@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from qsdp.decoded import decoded_state_dict, decoded_weights
     from qsdp.fsdp import comm_stats, is_quantized, observe_comms, remove_qsdp
     from qsdp.levels import LevelSchedule
+    from qsdp.qat import FakeQuantizer, ensemble, fake_quantize, flatness
     from qsdp.quantizer import Quantizer
     from qsdp.rows import decode, encode, wire_bytes
     from qsdp.state import comm_state_dict, load_comm_state_dict
@@ -32,6 +33,7 @@ __all__ = [
     "CommStats",
     "Decision",
     "Differences",
+    "FakeQuantizer",
     "Feedback",
     "Learned",
     "LevelSchedule",
@@ -49,6 +51,9 @@ __all__ = [
     "decoded_state_dict",
     "decoded_weights",
     "encode",
+    "ensemble",
+    "fake_quantize",
+    "flatness",
     "is_quantized",
     "load_comm_state_dict",
     "observe_comms",
@@ -67,6 +72,7 @@ _NAMES = {
     "decoded": ("decoded_state_dict", "decoded_weights"),
     "fsdp": ("comm_stats", "is_quantized", "observe_comms", "remove_qsdp"),
     "levels": ("LevelSchedule",),
+    "qat": ("FakeQuantizer", "ensemble", "fake_quantize", "flatness"),
     "quantizer": ("Quantizer",),
     "rows": ("decode", "encode", "wire_bytes"),
     "state": ("comm_state_dict", "load_comm_state_dict"),

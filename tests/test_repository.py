@@ -36,6 +36,7 @@ LAYERS = (
     {"comms"},
     {"fsdp", "ddp"},
     {"state", "decoded"},
+    {"qat"},
     {"plan"},
     {"auto"},
     {""},  # the package itself: public names
@@ -46,7 +47,8 @@ LAYERS = (
     {"__main__"},
 )
 # Beside the core, which is all else.
-BESIDE = {"arguments", "auto", "trainer", "bench", "plan", "sweep", "tune", "integrations"}
+BESIDE = {"arguments", "auto", "qat", "trainer", "bench", "plan", "sweep", "tune",
+          "integrations"}  # fmt: skip
 # Files that were checked against one version of torch.
 PRIVATE = {"qsdp/param_group.py", "qsdp/contract.py", "qsdp/buffers.py", "qsdp/stats.py"}
 # Underscores that are no privates: a named tuple's methods, and what is documented for users.
