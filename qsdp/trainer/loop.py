@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import qsdp
 from qsdp.agreement import all_gather_json
+from qsdp.qat import FakeQuantization
 from qsdp.trainer.auto import DECISION, decide_communication
 from qsdp.trainer.boards import TENSORBOARD, WANDB, forget, open_boards
 from qsdp.trainer.check import check
@@ -42,6 +43,7 @@ from qsdp.trainer.model import (
     count_parameters,
     shard,
 )
+from qsdp.trainer.quantized import quantize_layers, steps_fit, travels_exactly
 from qsdp.trainer.ranks import Ranks, SharedError, on_rank_zero, process_group, together
 from qsdp.trainer.step import Training, take_step
 from qsdp.trainer.stop import StopRequest
@@ -65,10 +67,12 @@ class Run(NamedTuple):
     optimizer: torch.optim.Optimizer
     metrics: Metrics | None
     """On rank 0 only."""
+    fake: FakeQuantization | None = None
 
     @property
     def training(self) -> Training:
-        return Training(self.config, self.ranks, self.model, self.optimizer, self.data.batches)
+        config, ranks, data, model, optimizer, _, fake = self
+        return Training(config, ranks, model, optimizer, data.batches, fake)
 
     def say(self, text: str) -> None:
         if self.metrics is not None:
@@ -94,17 +98,18 @@ def train(config: TrainConfig) -> None:
         data = prepare_data(config, ranks)
         model = together(lambda: build_model(config, data.tokenizer))
         count = count_parameters(model)
+        fake = together(lambda: quantize_layers(model, config))
         shard(model, config, ranks)
         optimizer = build_optimizer(model, config)
         config = together(lambda: decide_communication(model, config, resume))
         with _warnings_on_a_line(ranks):
-            together(lambda: quantize_communication(model, config))
+            together(lambda: quantize_communication(model, config, fake))
         start = Progress(0, 0.0)
         if resume is not None:
-            start = _resume(resume, config, ranks, data, model, optimizer)
+            start = _resume(resume, config, ranks, data, model, optimizer, fake)
         on_rank_zero(lambda: _write_config(config))
         metrics = together(lambda: _open_metrics(config, ranks, start))
-        run = Run(config, ranks, data, model, optimizer, metrics)
+        run = Run(config, ranks, data, model, optimizer, metrics, fake)
         run.say(_headline(run, count, resume))
         try:
             end = _take_steps(run, start, stop)
@@ -128,8 +133,9 @@ def _prepare_folder(config: TrainConfig, lock: list[TextIO]) -> Path | None:
         resume = find_checkpoint(config.resume, folder / "checkpoints") if config.resume else None
         lock.append(hold(folder))
         if resume is None:
+            quantized_folders = (path.name for path in folder.glob("model-int[2-8]"))
             # By name: --folder may point at a folder that holds more than a run.
-            for name in ("checkpoints", "data", "model", TENSORBOARD, WANDB):
+            for name in ("checkpoints", "data", "model", TENSORBOARD, WANDB, *quantized_folders):
                 shutil.rmtree(folder / name, ignore_errors=True)
             forget(folder)
             files = (folder / name for name in ("config.json", METRICS, DECISION))
@@ -165,6 +171,9 @@ def _headline(run: Run, count: Count, resume: Path | None) -> str:
     config = run.config
     source = f", resumed from {resume}" if resume is not None else ""
     trained = "" if config.lora is None else f", {count.trained:,} of them trained"
+    if config.fake_quantize is not None:
+        exact = ", sent as they are" * travels_exactly(config)
+        trained = f", linear layers in {config.fake_quantize} bits{exact}"
     replicas = "" if config.replicate == 1 else f", {config.replicate} replicas"
     num_ranks = run.ranks.num_ranks
     return (
@@ -181,6 +190,7 @@ def _resume(
     data: Data,
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
+    fake: FakeQuantization | None,
 ) -> Progress:
     saved = load_checkpoint(
         path,
@@ -189,6 +199,11 @@ def _resume(
         parameters=_shapes(model),
         tokenizer=vocabulary_digest(data.tokenizer),
     )
+
+    if fake is not None:
+        fake.load_state_dict({"steps_taken": saved.step})
+        if fake.active and not steps_fit(saved.config, saved.step, config):
+            fake.initialize()
 
     def continue_data() -> None:
         states = saved.data_states
@@ -325,10 +340,11 @@ def _finish(run: Run, end: Progress, count: Count) -> None:
     arguments = (run.model, run.data.valid, config, run.ranks)
     decoded = master = validation_loss(*arguments, limit=config.final_eval_windows)
     if quantizes_weights(config):
-        master = master_validation_loss(*arguments, limit=config.final_eval_windows)
+        master = master_validation_loss(*arguments, limit=config.final_eval_windows, fake=run.fake)
     weights: Weights = "decoded" if config.export == "decoded" else "master"
     # Adapters are for the model as it is on disk, and so are measured together with that.
-    if config.export == "best" and decoded < master and config.lora is None:
+    better = decoded < master or run.fake is not None
+    if config.export == "best" and better and config.lora is None:
         weights = "decoded"
     result = {
         "comm": config.comm_name,
@@ -344,6 +360,7 @@ def _finish(run: Run, end: Progress, count: Count) -> None:
         "valid_loss_master": master,
         "valid_perplexity_decoded": math.exp(decoded),
         "valid_perplexity_master": math.exp(master),
+        "fake_quantize": config.fake_quantize,
         "exported": None if config.export == "none" else weights,
         "train_s": end.elapsed_s,
     }
@@ -360,6 +377,7 @@ def _finish(run: Run, end: Progress, count: Count) -> None:
             weights=weights,
             config=config,
             result=result,
+            fake=run.fake,
         )
     on_rank_zero(lambda: write_json(config.run_folder / RESULT, result))
     _record_validation(run, end, decoded)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import qsdp
+from qsdp.qat import FakeQuantization
 from qsdp.trainer.batches import Batches
 from qsdp.trainer.config import TrainConfig, learning_rate
 from qsdp.trainer.evaluate import token_losses
@@ -28,6 +29,7 @@ class Training(NamedTuple):
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
     batches: Batches
+    fake: FakeQuantization | None = None
 
 
 class StepResult(NamedTuple):
@@ -45,7 +47,7 @@ def take_step(
     training: Training, step: int, stop_requested: Callable[[], bool] = lambda: False
 ) -> StepResult:
     """Take optimizer step ``step`` (1, 2, ...); every rank calls it with the same number."""
-    config, ranks, model, optimizer, batches = training
+    config, ranks, model, optimizer, batches, fake = training
     seed = np.random.SeedSequence([config.seed, step, ranks.rank]).generate_state(1, np.uint64)
     torch.manual_seed(int(seed[0]))
     qsdp.comm_stats(model, reset=True)
@@ -68,6 +70,8 @@ def take_step(
     norm_value = norm.full_tensor().item()
     optimizer.step()
     optimizer.zero_grad()
+    if fake is not None:
+        fake.step()
     shared[1] = float(stop_requested())
     dist.all_reduce(shared)
     mean_loss, stops = shared.tolist()
