@@ -42,12 +42,12 @@ LAYERS = (
     {""},  # the package itself: public names
     {"check"},
     {"trainer", "integrations"},
-    {"bench", "sweep", "tune"},
+    {"bench", "domains", "sweep", "tune"},
     {"cli"},
     {"__main__"},
 )
 # Beside the core, which is all else.
-BESIDE = {"arguments", "auto", "qat", "trainer", "bench", "plan", "sweep", "tune",
+BESIDE = {"arguments", "auto", "qat", "domains", "trainer", "bench", "plan", "sweep", "tune",
           "integrations"}  # fmt: skip
 # Files that were checked against one version of torch.
 PRIVATE = {"qsdp/param_group.py", "qsdp/contract.py", "qsdp/buffers.py", "qsdp/stats.py"}
