@@ -242,3 +242,30 @@ def test_ensemble_is_the_mean_of_logits() -> None:
     assert torch.allclose(qsdp.ensemble(models)(x), mean)
     with pytest.raises(ValueError, match="at least one model"):
         qsdp.ensemble([])
+
+
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        FakeQuantizer(4),
+        FakeQuantizer(4, start_step=2),
+        FakeQuantizer(4, per="block", step="largest", block_size=32),
+    ],
+    ids=["learned", "switch", "block"],
+)
+def test_compiled_layers_compute_the_same(quantizer: FakeQuantizer) -> None:
+    """Output and gradients, on both sides of the switch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 8))
+    handle = qsdp.fake_quantize(model, quantizer)
+    x = torch.randn(4, 64)
+    compiled = torch.compile(model.forward, backend="aot_eager")
+    for _ in range(3):
+        found = []
+        for forward in (model, compiled):
+            model.zero_grad()
+            out = forward(x)
+            out.square().sum().backward()
+            found.append([out.detach(), *(p.grad.clone() for p in model.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        handle.step()
