@@ -16,7 +16,13 @@ from qsdp.cli import main
 from qsdp.trainer.comm import comm_config, remembers_alike
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.model import new_model
-from qsdp.trainer.quantized import on_the_wire, pack_codes, quantize_layers, travels_exactly
+from qsdp.trainer.quantized import (
+    on_the_wire,
+    pack_codes,
+    quantize_layers,
+    steps_fit,
+    travels_exactly,
+)
 
 TINY = {"layers": 2, "width": 64, "heads": 2, "vocab_size": 300, "sequence_length": 32}
 LAYERS = 2 * 7  # a Llama block has four matrices of attention and three of its feed-forward layer
@@ -220,6 +226,36 @@ def test_bytes_of_weights_that_travel_as_they_are(runs: Path) -> None:
     rest = result["parameters"] - layers  # gathered once a step, and in full precision
     expected = (3 * layers + 2 * rest) / ((1 + 2 * 3.5 / 32) * layers + 2 * rest)
     assert result["ratio"] == pytest.approx(expected, rel=0.02)
+
+
+def test_which_steps_a_checkpoint_holds() -> None:
+    saved = TrainConfig(fake_quantize=4, fake_quantize_start=3).to_json()
+    config = TrainConfig(fake_quantize=4)
+    assert steps_fit(saved, 3, config) and not steps_fit(saved, 2, config)
+    assert not steps_fit(saved, 3, TrainConfig(fake_quantize=3))
+    assert not steps_fit({}, 3, config)  # older than the flag
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_resume_in_other_bits_on_one_rank(runs: Path, tmp_path: Path) -> None:
+    """Steps are taken anew from the masters, which stay as they were; the run says what changed."""
+    checkpoint = runs / "learned" / "checkpoints" / "step-00000004"
+    masters: dict[str, list[torch.Tensor]] = {}
+    for part in tensors(runs / "learned", 4):
+        for name, shard in part.items():
+            masters.setdefault(name, []).append(shard)
+    flags = ["--config", str(runs / "learned.json"), "--nproc", "1", "--fake-quantize", "3"]
+    status, out, err = finish(
+        start(tmp_path / "run", *flags, "--resume", str(checkpoint)), timeout=100
+    )
+    assert status == 0, out + err
+    assert "warning: --fake-quantize was 4" in out and "is 3 now" in out
+    coded = load_file(tmp_path / "run" / "model-int3" / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj"
+    master = torch.cat(masters[f"model.{name}.parametrizations.weight.original"])
+    steps = coded[f"{name}.weight_scale"].flatten()
+    assert torch.allclose(steps, 2 * master.abs().mean(1) / 3**0.5, rtol=1e-5)
 
 
 @pytest.mark.ranks
