@@ -139,7 +139,8 @@ def test_remove_and_state_dicts() -> None:
     assert set(folded) == set(names)
     assert len(handle.parameters()) == 2
     assert torch.equal(handle.remove()(x), quantized)
-    assert set(model.state_dict()) == set(names) and handle.parameters() == []
+    assert set(model.state_dict()) == set(names)
+    assert handle.parameters() == [] and handle.names == () and handle.export() == {}
     model.load_state_dict(masters)
     again = qsdp.fake_quantize(model, FakeQuantizer(3))
     assert torch.equal(again.remove(quantized=False)(x), exact)
@@ -195,6 +196,8 @@ def test_bad_models_are_one_line() -> None:
         qsdp.fake_quantize(linear)
     with pytest.raises(ValueError, match="on the meta device"):
         qsdp.fake_quantize(nn.Linear(8, 8, device="meta"))
+    with pytest.raises(ValueError, match="is torch.bfloat16, and masters are trained in float32"):
+        qsdp.fake_quantize(nn.Linear(8, 8, dtype=torch.bfloat16))
     handle = qsdp.fake_quantize(nn.Sequential(nn.Linear(8, 8)))
     with pytest.raises(ValueError, match="takes what state_dict gave"):
         handle.load_state_dict({"step": 3})

@@ -120,7 +120,7 @@ class FakeQuantization:
         for _, weight, grid in self._grids():
             groups = groups_of(_whole(weight), self.quantizer)
             found = initial_log2_step(groups, self.quantizer)
-            _local(grid.log2_step).copy_(_local(_placed_as(found, grid.log2_step)))
+            _copy(found, grid.log2_step)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -245,7 +245,7 @@ class FakeQuantization:
             )
         for layer in self._layers.values():
             parametrize.remove_parametrizations(layer, "weight", leave_parametrized=quantized)
-        self._layers = {}
+        self._layers, self.names = {}, ()
         return self._model
 
     def _grids(self) -> Iterator[tuple[str, torch.Tensor, _OnGrid]]:
@@ -290,6 +290,9 @@ def fake_quantize(
     ``X.parametrizations.weight.original``), so an optimizer that was made before keeps its state;
     learned steps are new parameters. Until ``start_step`` the model computes bit for bit what it
     did. All ranks must call it alike.
+
+    Where weights are gathered in bfloat16, steps and values are rounded to it as well; training
+    computes with ``handle.quantized_state_dict(qsdp.decoded_state_dict(model, full=True))`` then.
 
     Args:
         quantizer: the grid; default 7 bits with a learned step for each output channel.
@@ -363,8 +366,11 @@ def _check(model: nn.Module, name: str, layer: nn.Module, quantizer: FakeQuantiz
             f"{name}.weight is on the meta device, and learned steps are taken from its values: "
             "load the model first, or set FakeQuantizer(start_step=...)"
         )
-    if not weight.is_floating_point():
-        raise ValueError(f"{name}.weight is {weight.dtype}, and needs floats: name it in keep")
+    if weight.dtype != torch.float32:
+        raise ValueError(
+            f"{name}.weight is {weight.dtype}, and masters are trained in float32: call "
+            "model.float(); MixedPrecisionPolicy computes in bfloat16"
+        )
     block = quantizer.block_size
     if block is not None and weight[0].numel() % block:
         raise ValueError(
@@ -383,13 +389,11 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _placed_as(whole: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
-    """``whole``, which every rank has, laid out as ``example``; moves nothing."""
-    if not isinstance(example, DTensor):
-        return whole
-    mesh, placements = example.device_mesh, example.placements
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+def _copy(whole: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy a tensor that every rank has into one that may be sharded; moves nothing."""
+    if isinstance(into, DTensor):
+        mesh, placements = into.device_mesh, into.placements
+        placed = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        into.to_local().copy_(placed.to_local())
+    else:
+        into.copy_(whole)
