@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -239,18 +240,19 @@ def test_which_steps_a_checkpoint_holds() -> None:
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_resume_in_other_bits_on_one_rank(runs: Path, tmp_path: Path) -> None:
-    """Steps are taken anew from the masters, which stay as they were; the run says what changed."""
-    checkpoint = runs / "learned" / "checkpoints" / "step-00000004"
+    """Steps are taken anew from the masters, which stay as they were; the run says what changed,
+    and codes of the other bits do not stay beside the new model."""
+    shutil.copytree(runs / "learned", tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()  # as if it had ended before its results
     masters: dict[str, list[torch.Tensor]] = {}
     for part in tensors(runs / "learned", 4):
         for name, shard in part.items():
             masters.setdefault(name, []).append(shard)
-    flags = ["--config", str(runs / "learned.json"), "--nproc", "1", "--fake-quantize", "3"]
-    status, out, err = finish(
-        start(tmp_path / "run", *flags, "--resume", str(checkpoint)), timeout=100
-    )
+    flags = ["--nproc", "1", "--fake-quantize", "3", "--resume"]
+    status, out, err = finish(start(tmp_path / "run", *flags), timeout=100)
     assert status == 0, out + err
     assert "warning: --fake-quantize was 4" in out and "is 3 now" in out
+    assert [path.name for path in (tmp_path / "run").glob("model-*")] == ["model-int3"]
     coded = load_file(tmp_path / "run" / "model-int3" / "model.safetensors")
     name = "model.layers.1.self_attn.q_proj"
     master = torch.cat(masters[f"model.{name}.parametrizations.weight.original"])

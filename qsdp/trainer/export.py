@@ -68,6 +68,8 @@ def export_model(
         (partial / "README.md").write_text(_model_card(weights, config, result))
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
+        for older in folder.parent.glob(f"{folder.name}-int[2-8]"):  # of the model that was here
+            shutil.rmtree(older)
         if fake is not None and decoded:
             coded = folder.with_name(f"{folder.name}-int{fake.quantizer.bits}")
             write_quantized(coded, folder, fake.export(state), model, fake)
