@@ -92,6 +92,7 @@ def test_the_table_by_hand() -> None:
     # Seeds: (10 + 30) / 2 = 20 and 0.
     assert seven.difference == pytest.approx(10)
     assert seven.error == pytest.approx(math.sqrt(200) / math.sqrt(2))
+    assert (seven.flatness, seven.flatness_error) == (0.5, 0.0)
     assert erm.ensemble == 100 and seven.ensemble == 50
     # 2 bits are the better ones on the sources once.
     assert chosen.target == pytest.approx(100 * (0.6 + 0.8 + 1 + 0.5) / 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,9 @@ class Row(NamedTuple):
     ensemble: float
     """Of all seeds' models together, mean over the targets."""
     flatness: float | None
+    """Mean rise of the loss on the sphere."""
+    flatness_error: float | None
+    """Standard error of its difference from ERM's."""
 
 
 def summarise(runs: Runs, labels: Mapping[str, torch.Tensor], bits: Sequence[int]) -> list[Row]:
@@ -53,34 +56,40 @@ def _row(
 ) -> Row:
     mine = {pair: runs[pair][width] for pair, width in choice.items()}
     pairs = [100 * (run["target"] - runs[pair][ERM]["target"]) for pair, run in mine.items()]
-    # Of one seed, targets share most of their data: a seed's mean over them is one observation.
-    seeds = sorted({seed for _, seed in mine})
-    by_seed = [
-        statistics.fmean(d for d, (_, s) in zip(pairs, mine, strict=True) if s == seed)
-        for seed in seeds
-    ]
-    error = statistics.stdev(by_seed) / math.sqrt(len(seeds)) if len(seeds) > 1 else None
     together = []
     for target in dict.fromkeys(target for target, _ in mine):
         members = [run["logits"] for (t, _), run in mine.items() if t == target]
         together.append(accuracy(torch.stack(members).mean(0), labels[target]))
     flat = [run["flatness"] for run in mine.values()]
+    flatter = [runs[pair][ERM]["flatness"] for pair in mine]
+    measured = None not in (*flat, *flatter)
     return Row(
         name,
         100 * statistics.fmean(run["valid"] for run in mine.values()),
         100 * statistics.fmean(run["target"] for run in mine.values()),
         statistics.fmean(pairs),
-        error,
+        _error(pairs, mine),
         100 * statistics.fmean(together),
-        None if None in flat else statistics.fmean(flat),
+        statistics.fmean(flat) if measured else None,
+        _error([a - b for a, b in zip(flat, flatter, strict=True)], mine) if measured else None,
     )
+
+
+def _error(values: Sequence[float], pairs: Iterable[tuple[str, int]]) -> float | None:
+    """Standard error of the mean. Of one seed, targets share most of their data: a seed's mean over
+    them is one observation. None for one seed."""
+    by_seed: dict[int, list[float]] = {}
+    for value, (_, seed) in zip(values, pairs, strict=True):
+        by_seed.setdefault(seed, []).append(value)
+    means = [statistics.fmean(of_seed) for of_seed in by_seed.values()]
+    return statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
 
 
 def text_of(rows: Sequence[Row], runs: Runs) -> str:
     """The table, and the target accuracies of every domain below it."""
     targets = list(dict.fromkeys(target for target, _ in runs))
     seeds = len({seed for _, seed in runs})
-    head = ["weights", "sources", "target", "less ERM", "SE", "ensemble", "flatness"]
+    head = ["weights", "sources", "target", "less ERM", "SE", "ensemble", "flatness", "SE"]
     lines = [
         [
             row.name,
@@ -90,6 +99,7 @@ def text_of(rows: Sequence[Row], runs: Runs) -> str:
             "-" if row.name == "ERM" or row.error is None else f"{row.error:.2f}",
             f"{row.ensemble:.2f}",
             "-" if row.flatness is None else f"{row.flatness:.4f}",
+            "-" if row.name == "ERM" or row.flatness_error is None else f"{row.flatness_error:.4f}",
         ]
         for row in rows
     ]
@@ -100,7 +110,8 @@ def text_of(rows: Sequence[Row], runs: Runs) -> str:
     ]
     return (
         f"{len(targets)} left out, one at a time, {seeds} seeds each; accuracy in percent\n"
-        "sources: held out of the domains trained on; ensemble: mean logits of all seeds\n\n"
+        "sources: held out of the domains trained on; ensemble: mean logits of all seeds;\n"
+        "SE: of the difference from ERM\n\n"
         f"{format_columns(head, lines)}\n\n"
         f"by target\n{format_columns(['weights', *targets], each)}\n"
     )
