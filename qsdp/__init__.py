@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from qsdp.local.meeting import Meeting
     from qsdp.local.schedule import SyncSchedule
     from qsdp.local.sync import ReplicaSync
+    from qsdp.qat import FakeQuantizer, ensemble, fake_quantize, flatness
     from qsdp.quantizer import Quantizer
     from qsdp.rows import decode, encode, wire_bytes
     from qsdp.state import comm_state_dict, load_comm_state_dict
@@ -36,6 +37,7 @@ __all__ = [
     "CommStats",
     "Decision",
     "Differences",
+    "FakeQuantizer",
     "Feedback",
     "Learned",
     "LevelSchedule",
@@ -58,6 +60,9 @@ __all__ = [
     "decoded_state_dict",
     "decoded_weights",
     "encode",
+    "ensemble",
+    "fake_quantize",
+    "flatness",
     "is_quantized",
     "load_comm_state_dict",
     "observe_comms",
@@ -80,6 +85,7 @@ _NAMES = {
     "local.meeting": ("Meeting",),
     "local.schedule": ("SyncSchedule",),
     "local.sync": ("ReplicaSync",),
+    "qat": ("FakeQuantizer", "ensemble", "fake_quantize", "flatness"),
     "quantizer": ("Quantizer",),
     "rows": ("decode", "encode", "wire_bytes"),
     "state": ("comm_state_dict", "load_comm_state_dict"),

@@ -21,6 +21,7 @@ COMMANDS = {
     "plan": ("qsdp.plan.command", "what quantizing would gain on a cluster, before renting it"),
     "sweep": ("qsdp.sweep.command", "train a grid of configurations and seeds, and compare"),
     "tune": ("qsdp.tune.command", "choose the bits of every parameter for a budget"),
+    "domains": ("qsdp.domains.command", "quantized training on data from elsewhere (QT-DoG)"),
     "check": ("qsdp.check", "which kernels run here, and whether they match the reference"),
     "bench": ("qsdp.bench", "speed of the kernels, of training and of links, on your machines"),
 }

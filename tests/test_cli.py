@@ -122,6 +122,7 @@ def test_typos_are_told(argv: list[str], message: str, capsys: pytest.CaptureFix
         (["report", "."], ["matplotlib"]),
         (["sweep", "spec.json", "--out", "out"], ["rich"]),
         (["tune", ".", "--out", "out.json"], ["transformers"]),
+        (["domains", "--out", "out"], ["matplotlib"]),
         (["plan", "--plot", "plan.png"], ["matplotlib"]),
         (["bench", "train", "--nproc", "2"], ["transformers"]),
     ],

@@ -37,19 +37,21 @@ LAYERS = (
     {"fsdp", "ddp"},
     {"state", "decoded"},
     {"local"},
+    {"qat"},
     {"plan"},
     {"auto"},
     {""},  # the package itself: public names
     {"check"},
     {"trainer", "integrations"},
-    {"bench", "sweep", "tune"},
+    {"bench", "domains", "sweep", "tune"},
     {"cli"},
     {"__main__"},
 )
 # Beside the core, which is all else.
 BESIDE = {
-    "arguments", "auto", "trainer", "bench", "local", "plan", "sweep", "tune", "integrations",
-}  # fmt: skip
+    *("arguments", "auto", "trainer", "bench", "local", "plan", "sweep", "tune", "integrations"),
+    *("domains", "qat"),
+}
 # Files that were checked against one version of torch.
 PRIVATE = {"qsdp/param_group.py", "qsdp/contract.py", "qsdp/buffers.py", "qsdp/stats.py"}
 # Underscores that are no privates: a named tuple's methods, and what is documented for users.

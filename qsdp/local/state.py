@@ -11,7 +11,7 @@ import torch.distributed as dist
 from qsdp.local.config import SyncConfig
 from qsdp.local.flight import Flight
 from qsdp.local.parts import Part
-from qsdp.memory import Residuals
+from qsdp.residuals import Residuals
 from qsdp.stages import piece_layout
 from qsdp.ways import Feedback
 

@@ -102,6 +102,8 @@ def _unknown(config: Mapping[str, Any], result: Mapping[str, Any]) -> str | None
     """Why the planner cannot tell what such a run sends or takes."""
     if config.get("model") is not None:
         return "trains a --model, and the planner knows the presets' GPT-2 only"
+    if config.get("architecture") == "llama" or config.get("fake_quantize") is not None:
+        return "trains a Llama or with --fake-quantize, and the planner knows GPT-2 only"
     if config.get("replicate", 1) > 1 or (config.get("ranks_per_node") or 1) > 1:
         return "has replicas or two levels, which ranks on machines of their own have not"
     if result.get("device", "cpu") != "cpu":

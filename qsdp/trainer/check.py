@@ -7,12 +7,14 @@ from qsdp.trainer.comm import comm_config
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.lock import refuse_held
 from qsdp.trainer.metrics import RESULT
+from qsdp.trainer.quantized import fake_quantizer
 from qsdp.trainer.text import check_files
 
 
 def check(config: TrainConfig, num_ranks: int) -> None:
     """Raises ValueError or FileNotFoundError, in one line that names the flag to change."""
     comm_config(config)
+    fake_quantizer(config)
     config.micro_batches(num_ranks)
     _check_mesh(config, num_ranks)
     check_files(config)

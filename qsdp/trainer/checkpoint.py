@@ -347,7 +347,7 @@ def _check_same_model(
             raise ValueError(
                 f"{path} is of another model: parameter {name} has shape "
                 f"{there.get(name, 'none')} there and {parameters.get(name, 'none')} here; change "
-                "--preset, --model or the shape, or give another --resume PATH"
+                "--preset, --model, --fake-quantize or the shape, or give another --resume PATH"
             )
     if description.tokenizer != tokenizer:
         raise ValueError(

@@ -14,7 +14,9 @@ from torch import nn
 import qsdp
 from qsdp.arguments import did_you_mean
 from qsdp.auto import AUTO
+from qsdp.qat import FakeQuantization
 from qsdp.trainer.config import TrainConfig
+from qsdp.trainer.quantized import on_the_wire
 
 _BITS = (*range(2, 9), 32)
 PRESETS = [AUTO, *(f"w{weights}g{gradients}" for weights in _BITS for gradients in _BITS)]
@@ -71,15 +73,20 @@ def _between_replicas(comm: qsdp.QSDPConfig, config: TrainConfig) -> qsdp.QSDPCo
     return dataclasses.replace(comm, replicas=comm.gradients)
 
 
-def quantize_communication(model: nn.Module, config: TrainConfig) -> None:
+def quantize_communication(
+    model: nn.Module, config: TrainConfig, fake: FakeQuantization | None = None
+) -> None:
     """Install qsdp as --comm says, and count what goes over the network either way.
+
+    Args:
+        fake: of --fake-quantize, whose weights may travel as they are.
 
     Raises:
         ValueError: a configuration that does not fit the model; on every rank.
     """
     require_kept(model, config)
     try:
-        qsdp.apply_qsdp(model, comm_config(config))
+        qsdp.apply_qsdp(model, on_the_wire(comm_config(config), config, fake))
     except ValueError as error:
         raise ValueError(f"--comm {config.comm_name}: {error}") from error
     qsdp.observe_comms(model)
@@ -98,11 +105,14 @@ def require_kept(model: nn.Module, config: TrainConfig) -> None:
 
 def quantizes_weights(config: TrainConfig) -> bool:
     """Whether training sees other weights than the full-precision masters."""
-    return any(way is not None for way in comm_config(config).ways("weights"))
+    return config.fake_quantize is not None or any(
+        way is not None for way in comm_config(config).ways("weights")
+    )
 
 
 def remembers_alike(saved: dict[str, object], config: TrainConfig) -> bool:
     """Whether communication remembers the same under a configuration saved as JSON values."""
     now, older = config.to_json(), TrainConfig().to_json()
-    names = ("comm", "keep_full_precision", "replicate", "quantize_replicas")
+    names = ("comm", "keep_full_precision", "replicate", "quantize_replicas", "fake_quantize",
+             "fake_quantize_block", "fake_quantize_start")  # fmt: skip
     return all(saved.get(name, older[name]) == now[name] for name in names)

@@ -111,6 +111,16 @@ class TrainConfig(ReplicaFlags):
     lora_targets: tuple[str, ...] = ()
     """Ends of the names of modules that get adapters, such as q_proj; default: all linear ones but
     the head."""
+    fake_quantize: int | None = None
+    """Bits, 2 to 8, of the weights of linear layers in blocks: train in what is deployed, and
+    export that, too. Each output channel learns its step."""
+    fake_quantize_block: int | None = None
+    """With --fake-quantize, values of a row that share a step, taken from the largest of them:
+    weights of 2 to 7 bits then travel in these bits, without any error."""
+    fake_quantize_start: int = 0
+    """Steps in full precision before that; as many as --steps for quantization after training."""
+    architecture: Literal["auto", "gpt2", "llama"] = "auto"
+    """Of the preset's model; auto: gpt2, or llama with --fake-quantize."""
     layers: int = 4
     """Transformer blocks of the preset's model."""
     width: int = 192
@@ -198,7 +208,7 @@ class TrainConfig(ReplicaFlags):
     """How many checkpoints stay in the run folder."""
     export: Literal["best", "decoded", "master", "none"] = "best"
     """Weights of the final model: as training sees them (decoded), the full-precision masters, or
-    the better in validation."""
+    the better in validation; with --fake-quantize best is decoded."""
 
     def __post_init__(self) -> None:
         for name in ("nproc", "layers", "width", "heads", "vocab_size", "sequence_length", "steps",
@@ -227,6 +237,7 @@ class TrainConfig(ReplicaFlags):
             quantize_replicas=self.quantize_replicas,
             comm=self.comm,
         )
+        self._check_fake_quantize()
         if self.data and self.dataset:
             raise ValueError("--data and --dataset exclude each other: give one of them")
         if not self.data and not self.dataset and self.valid:
@@ -245,10 +256,23 @@ class TrainConfig(ReplicaFlags):
         elif self.model is None:
             raise ValueError("--lora needs --model: adapters are trained on a model that is there")
         elif self.export == "decoded":
-            raise ValueError(
-                "--export decoded does not go with --lora: adapters are exported for the model as "
-                "it is on disk; leave it out"
-            )
+            raise ValueError("--export decoded does not go with --lora: adapters are exported for "
+                             "the model as it is on disk; leave it out")  # fmt: skip
+
+    def _check_fake_quantize(self) -> None:
+        bits, start = self.fake_quantize, self.fake_quantize_start
+        self._require("fake_quantize", bits is None or 2 <= bits <= 8, "from 2 to 8, or left out")
+        between = f"from 0 to --steps {self.steps}"
+        self._require("fake_quantize_start", 0 <= start <= self.steps, between)
+        if self.model is not None and self.architecture != "auto":
+            raise ValueError("--architecture is of the preset's model, and --model has its own")
+        if bits is None and (start or self.fake_quantize_block is not None):
+            raise ValueError("--fake-quantize-block and -start need --fake-quantize BITS")
+        if bits is not None and self.sync_every:
+            raise ValueError("--fake-quantize does not go with --sync-every: leave one of them out")
+        if bits is not None and (self.lora is not None or self.precision != "fp32"):
+            other = "--lora" if self.lora is not None else f"--precision {self.precision}"
+            raise ValueError(f"--fake-quantize does not go with {other}: leave one of them out")
 
     def _require(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:
@@ -256,7 +280,8 @@ class TrainConfig(ReplicaFlags):
 
     @property
     def run_folder(self) -> Path:
-        return self.folder or Path("runs") / f"{self.preset}-{self.comm_name}"
+        bits = "" if self.fake_quantize is None else f"-int{self.fake_quantize}"
+        return self.folder or Path("runs") / f"{self.preset}-{self.comm_name}{bits}"
 
     @property
     def comm_name(self) -> str:

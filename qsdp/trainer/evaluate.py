@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 import qsdp
+from qsdp.qat import FakeQuantization
 from qsdp.trainer.batches import validation_starts, windows
 from qsdp.trainer.comm import quantize_communication
 from qsdp.trainer.config import TrainConfig
@@ -60,18 +62,25 @@ def validation_loss(
 
 
 def master_validation_loss(
-    model: PreTrainedModel, tokens: Tokens, config: TrainConfig, ranks: Ranks, *, limit: int
+    model: PreTrainedModel,
+    tokens: Tokens,
+    config: TrainConfig,
+    ranks: Ranks,
+    *,
+    limit: int,
+    fake: FakeQuantization | None = None,
 ) -> float:
-    """The same on the full-precision masters, with qsdp taken off meanwhile.
+    """The same on the full-precision masters, with qsdp and fake quantization off meanwhile.
 
     What communication remembers is the same afterwards, bit for bit; its counters are at zero.
     """
     state = qsdp.comm_state_dict(model)
     qsdp.remove_qsdp(model)
     try:
-        return validation_loss(model, tokens, config, ranks, limit=limit)
+        with nullcontext() if fake is None else fake.disabled():
+            return validation_loss(model, tokens, config, ranks, limit=limit)
     finally:
         with warnings.catch_warnings():  # what it warns of was told when the run began
             warnings.simplefilter("ignore")
-            quantize_communication(model, config)
+            quantize_communication(model, config, fake)
         qsdp.load_comm_state_dict(model, state)

@@ -17,9 +17,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import qsdp
+from qsdp.qat import FakeQuantization
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.lora import alpha, write_adapters
 from qsdp.trainer.metrics import write_json
+from qsdp.trainer.quantized import write_quantized
 from qsdp.trainer.ranks import Ranks, on_rank_zero
 
 Weights = Literal["decoded", "master"]
@@ -39,8 +41,13 @@ def export_model(
     weights: Weights,
     config: TrainConfig,
     result: dict[str, Any],
+    fake: FakeQuantization | None = None,
 ) -> None:
-    """Gather the weights and write the folder on rank 0; collective."""
+    """Gather the weights and write the folder on rank 0; collective.
+
+    With ``fake`` and decoded weights these are the quantized ones, and ``folder-intB`` holds their
+    codes.
+    """
     decoded = weights == "decoded"
     state = qsdp.decoded_state_dict(model, full=True) if decoded else master_weights(model)
     lora = config.lora is not None
@@ -53,15 +60,32 @@ def export_model(
             assert config.model is not None
             write_adapters(partial, model, state, config.model)
         else:
-            _unsharded_model(model, state).save_pretrained(partial)
+            plain = state if fake is None else plain_state(fake, state, decoded)
+            _unsharded_model(model, plain).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         about = {"weights": weights, "holds": _HOLDS[weights], "comm": config.comm_name, **result}
         write_json(partial / "qsdp.json", about)
         (partial / "README.md").write_text(_model_card(weights, config, result))
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
+        for older in folder.parent.glob(f"{folder.name}-int[2-8]"):  # of the model that was here
+            shutil.rmtree(older)
+        if fake is not None and decoded:
+            coded = folder.with_name(f"{folder.name}-int{fake.quantizer.bits}")
+            write_quantized(coded, folder, fake.export(state), model, fake)
 
     on_rank_zero(write)
+
+
+def plain_state(
+    fake: FakeQuantization, state: dict[str, torch.Tensor], quantized: bool
+) -> dict[str, torch.Tensor]:
+    """Whole weights under the plain model's names, quantized or as they are."""
+    folded = fake.quantized_state_dict(state)
+    if quantized:
+        return folded
+    masters = {fake.plain_name(name): value for name, value in state.items()}
+    return {name: masters[name] for name in folded}
 
 
 def master_weights(model: nn.Module) -> dict[str, torch.Tensor]:

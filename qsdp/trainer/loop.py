@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from qsdp.agreement import all_gather_json
+from qsdp.qat import FakeQuantization
 from qsdp.trainer.auto import DECISION, decide_communication
 from qsdp.trainer.boards import TENSORBOARD, WANDB, forget, open_boards
 from qsdp.trainer.check import check
@@ -43,6 +44,7 @@ from qsdp.trainer.model import (
     count_parameters,
     shard,
 )
+from qsdp.trainer.quantized import quantize_layers, travels_exactly
 from qsdp.trainer.ranks import Ranks, SharedError, on_rank_zero, process_group, together
 from qsdp.trainer.resume import Progress, continue_run, shapes, warnings_on_a_line
 from qsdp.trainer.step import Training, take_step
@@ -61,12 +63,13 @@ class Run(NamedTuple):
     """On rank 0 only."""
     local: Local | None
     """With --sync-every."""
+    fake: FakeQuantization | None
+    """With --fake-quantize."""
 
     @property
     def training(self) -> Training:
-        return Training(
-            self.config, self.ranks, self.model, self.optimizer, self.data.batches, self.local
-        )
+        config, ranks, data, model, optimizer, _, local, fake = self
+        return Training(config, ranks, model, optimizer, data.batches, local, fake)
 
     def say(self, text: str) -> None:
         if self.metrics is not None:
@@ -84,19 +87,20 @@ def train(config: TrainConfig) -> None:
         data = prepare_data(config, ranks)
         model = together(lambda: build_model(config, data.tokenizer))
         count = count_parameters(model)
+        fake = together(lambda: quantize_layers(model, config))
         mesh = shard(model, config, ranks)
         optimizer = build_optimizer(model, config)
         config = together(lambda: decide_communication(model, config, resume))
         with warnings_on_a_line(ranks):
-            together(lambda: quantize_communication(model, config))
+            together(lambda: quantize_communication(model, config, fake))
         start, local = Progress(0, 0.0), None
         if resume is None:
             local = together(lambda: make_local(model, optimizer, mesh, config, 0))
         else:
-            start, local = continue_run(resume, config, ranks, data, model, optimizer, mesh)
+            start, local = continue_run(resume, config, ranks, data, model, optimizer, mesh, fake)
         on_rank_zero(lambda: _write_config(config))
         metrics = together(lambda: _open_metrics(config, ranks, start))
-        run = Run(config, ranks, data, model, optimizer, metrics, local)
+        run = Run(config, ranks, data, model, optimizer, metrics, local, fake)
         run.say(_headline(run, count, resume))
         try:
             end = _take_steps(run, start, stop)
@@ -120,8 +124,9 @@ def _prepare_folder(config: TrainConfig, lock: list[TextIO]) -> Path | None:
         resume = find_checkpoint(config.resume, folder / "checkpoints") if config.resume else None
         lock.append(hold(folder))
         if resume is None:
+            quantized_folders = (path.name for path in folder.glob("model-int[2-8]"))
             # By name: --folder may point at a folder that holds more than a run.
-            for name in ("checkpoints", "data", "model", TENSORBOARD, WANDB):
+            for name in ("checkpoints", "data", "model", TENSORBOARD, WANDB, *quantized_folders):
                 shutil.rmtree(folder / name, ignore_errors=True)
             forget(folder)
             files = (folder / name for name in ("config.json", METRICS, DECISION))
@@ -157,6 +162,9 @@ def _headline(run: Run, count: Count, resume: Path | None) -> str:
     config = run.config
     source = f", resumed from {resume}" if resume is not None else ""
     trained = "" if config.lora is None else f", {count.trained:,} of them trained"
+    if config.fake_quantize is not None:
+        exact = ", sent as they are" * travels_exactly(config)
+        trained = f", linear layers in {config.fake_quantize} bits{exact}"
     replicas = "" if config.replicate == 1 else f", {config.replicate} replicas"
     num_ranks = run.ranks.num_ranks
     return (
@@ -255,10 +263,11 @@ def _finish(run: Run, end: Progress, count: Count) -> None:
     arguments = (run.model, run.data.valid, config, run.ranks)
     decoded = master = validation_loss(*arguments, limit=config.final_eval_windows)
     if quantizes_weights(config):
-        master = master_validation_loss(*arguments, limit=config.final_eval_windows)
+        master = master_validation_loss(*arguments, limit=config.final_eval_windows, fake=run.fake)
     weights: Weights = "decoded" if config.export == "decoded" else "master"
     # Adapters are for the model as it is on disk, and so are measured together with that.
-    if config.export == "best" and decoded < master and config.lora is None:
+    better = decoded < master or run.fake is not None
+    if config.export == "best" and better and config.lora is None:
         weights = "decoded"
     result = {
         "comm": config.comm_name,
@@ -274,6 +283,7 @@ def _finish(run: Run, end: Progress, count: Count) -> None:
         "valid_loss_master": master,
         "valid_perplexity_decoded": math.exp(decoded),
         "valid_perplexity_master": math.exp(master),
+        "fake_quantize": config.fake_quantize,
         "exported": None if config.export == "none" else weights,
         "train_s": end.elapsed_s,
     }
@@ -290,6 +300,7 @@ def _finish(run: Run, end: Progress, count: Count) -> None:
             weights=weights,
             config=config,
             result=result,
+            fake=run.fake,
         )
     on_rank_zero(lambda: write_json(config.run_folder / RESULT, result))
     _record_validation(run, end, decoded)

@@ -15,6 +15,8 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -41,7 +43,11 @@ def build_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreT
 
 
 def new_model(config: TrainConfig, vocab_size: int, eos_token_id: int) -> PreTrainedModel:
-    """A GPT-2 of the configuration's shape, freshly initialised."""
+    """A GPT-2 or a Llama of the configuration's shape, freshly initialised."""
+    if config.architecture == "llama" or (
+        config.architecture == "auto" and config.fake_quantize is not None
+    ):
+        return _new_llama(config, vocab_size, eos_token_id)
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=vocab_size,
@@ -54,6 +60,24 @@ def new_model(config: TrainConfig, vocab_size: int, eos_token_id: int) -> PreTra
             resid_pdrop=config.dropout,
             embd_pdrop=config.dropout,
             attn_pdrop=config.dropout,
+            bos_token_id=eos_token_id,
+            eos_token_id=eos_token_id,
+        )
+    )
+
+
+def _new_llama(config: TrainConfig, vocab_size: int, eos_token_id: int) -> PreTrainedModel:
+    """With its feed-forward layers as large as GPT-2's, in three matrices."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=config.width,
+            intermediate_size=32 * round(config.width / 12),
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            max_position_embeddings=config.sequence_length,
+            attention_dropout=config.dropout,
+            tie_word_embeddings=True,
             bos_token_id=eos_token_id,
             eos_token_id=eos_token_id,
         )

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 import qsdp
+from qsdp.qat import FakeQuantization
 from qsdp.trainer.checkpoint import Description, load_checkpoint, load_comm, load_own
 from qsdp.trainer.comm import remembers_alike
 from qsdp.trainer.config import TrainConfig
@@ -25,6 +26,7 @@ from qsdp.trainer.local import (
     same_replicas,
     split_state,
 )
+from qsdp.trainer.quantized import steps_fit
 from qsdp.trainer.ranks import Ranks, together
 
 # Settings that another part of the same training may differ in.
@@ -52,6 +54,7 @@ def continue_run(
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     mesh: DeviceMesh,
+    fake: FakeQuantization | None,
 ) -> tuple[Progress, Local | None]:
     """Fill all that a run holds from a checkpoint; collective. Returns where the run goes on.
 
@@ -65,6 +68,11 @@ def continue_run(
         parameters=shapes(model),
         tokenizer=vocabulary_digest(data.tokenizer),
     )
+
+    if fake is not None:
+        fake.load_state_dict({"steps_taken": saved.step})
+        if fake.active and not steps_fit(saved.config, saved.step, config):
+            fake.initialize()
 
     def continue_data() -> None:
         states = saved.data_states

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import qsdp
+from qsdp.qat import FakeQuantization
 from qsdp.trainer.batches import Batches
 from qsdp.trainer.config import TrainConfig, learning_rate
 from qsdp.trainer.evaluate import token_losses
@@ -31,6 +32,7 @@ class Training(NamedTuple):
     batches: Batches
     local: Local | None = None
     """With --sync-every."""
+    fake: FakeQuantization | None = None
 
 
 class StepResult(NamedTuple):
@@ -51,7 +53,7 @@ def take_step(
     training: Training, step: int, stop_requested: Callable[[], bool] = lambda: False
 ) -> StepResult:
     """Take optimizer step ``step`` (1, 2, ...); every rank calls it with the same number."""
-    config, ranks, model, optimizer, batches, local = training
+    config, ranks, model, optimizer, batches, local, fake = training
     seed = np.random.SeedSequence([config.seed, step, ranks.rank]).generate_state(1, np.uint64)
     torch.manual_seed(int(seed[0]))
     qsdp.comm_stats(model, reset=True)
@@ -76,6 +78,8 @@ def take_step(
     norm_value = norm.full_tensor().item()
     optimizer.step()
     optimizer.zero_grad()
+    if fake is not None:
+        fake.step()
     shared[1] = float(stop_requested())
     synchronised = local is not None and local.sync.due(step)
     met = _share(shared, training, step)

@@ -42,6 +42,11 @@ def tune(options: argparse.Namespace) -> None:
     if not any(quantizers.values()):
         raise ValueError(f"--base {options.base} quantizes nothing: there is nothing to tune")
     config = read_config(options.run)
+    if config.fake_quantize is not None:
+        raise ValueError(
+            f"{options.run} was trained with --fake-quantize {config.fake_quantize}, which has "
+            "chosen the bits of its weights already; give a run without it"
+        )
     model = _trained_model(options.run, config)
     named = dict(model.named_parameters())
     chosen = {n: p for n, p in named.items() if _follows(base, n, p)}
