@@ -23,7 +23,8 @@ from qsdp import (
     SyncSchedule,
 )
 from qsdp.local.parts import divide, trained_parameters
-from qsdp.trainer.config import TrainConfig, learning_rate
+from qsdp.trainer.config import TrainConfig
+from qsdp.trainer.warmup import learning_rate
 
 Results = list[dict[str, str | None]]
 

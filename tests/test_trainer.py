@@ -25,12 +25,13 @@ from qsdp.trainer import checkpoint, loop
 from qsdp.trainer.batches import validation_starts, windows
 from qsdp.trainer.comm import quantize_communication
 from qsdp.trainer.command import parse
-from qsdp.trainer.config import PRESETS, TrainConfig, learning_rate
+from qsdp.trainer.config import PRESETS, TrainConfig
 from qsdp.trainer.evaluate import token_losses
 from qsdp.trainer.model import build_model
 from qsdp.trainer.ranks import SharedError
 from qsdp.trainer.text import Text, read_text
 from qsdp.trainer.tokenizer import encode, load_tokenizer, train_tokenizer
+from qsdp.trainer.warmup import learning_rate
 
 # ---- configuration
 

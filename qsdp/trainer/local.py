@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import qsdp
-from qsdp.trainer.config import TrainConfig, learning_rate
+from qsdp.trainer.config import TrainConfig
+from qsdp.trainer.warmup import learning_rate
 
 _FULL_PRECISION = 32
 # What decides in which tensors a synchronisation remembers something.

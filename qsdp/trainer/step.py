@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 import qsdp
 from qsdp.qat import FakeQuantization
 from qsdp.trainer.batches import Batches
-from qsdp.trainer.config import TrainConfig, learning_rate
+from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.evaluate import token_losses
 from qsdp.trainer.local import Local
 from qsdp.trainer.ranks import Ranks
+from qsdp.trainer.warmup import learning_rate
 
 
 class Training(NamedTuple):
