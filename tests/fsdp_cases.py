@@ -843,7 +843,7 @@ def four_case_differences_are_kept_once_a_node(rank: int) -> None:
     """Two nodes of two: every weight bit for bit as with flat gathers, and half of the memory.
 
     Trained, evaluated, with micro-batches, with other weights loaded, saved, resumed, in several
-    dtypes, with checksums and offloaded.
+    dtypes, with checksums, offloaded, and gathered ahead of their use.
     """
     kept = Quantizer(8, 64, "nearest")
     ways = (
@@ -860,6 +860,9 @@ def four_case_differences_are_kept_once_a_node(rank: int) -> None:
         seen, bytes_kept = {}, {}
         for name, config in (("flat", flat), ("hops", hops)):
             model = qsdp.apply_qsdp(build(mp_policy=policy), config)
+            if name == "hops":  # gathered while the block before computes
+                model._set_unshard_async_op(True)
+                model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
             seen[name] = _life_of_differences(model, rank, config, policy)
             bytes_kept[name] = sum(
                 part.kept.wire.nbytes for unit in units_of(model) for part in unit.parts()
