@@ -193,7 +193,6 @@ def _answer(records: list[dict[str, Any]], training: Training) -> dict[str, Any]
         "sent": medians["sent"],
         "step_s": medians["step_s"],
         "network_s": medians["network_s"],
-        "largest_sent": max(record["sent"] for record in records),
         "rounds": sum(bool(record.get("synchronised")) for record in records),
         "train_loss": statistics.mean(record["loss"] for record in records[-50:]),
     }
@@ -223,8 +222,8 @@ def format_found(found: dict[str, Any]) -> str:
     """A table by method; bytes and time beside stock FSDP2's."""
     methods, settings = found["methods"], found["settings"]
     stock = methods.get("stock FSDP2", {})
-    header = ("method", "loss", "to stock", "kB a step", "fewer", "largest kB", "step ms",
-              "network ms", "network share", "synchronisations")  # fmt: skip
+    header = ("method", "loss", "to stock", "kB a step", "fewer", "step ms", "network ms",
+              "network share", "synchronised")  # fmt: skip
     rows = []
     for name, of in methods.items():
         loss, base = of.get("loss"), stock.get("loss")
@@ -237,11 +236,10 @@ def format_found(found: dict[str, Any]) -> str:
                 "-" if loss is None or base is None else f"{100 * (loss / base - 1):+.2f} %",
                 f"{of.get('sent', 0) / 1e3:.1f}",
                 "-" if fewer is None else f"{fewer:.0f}x",
-                f"{of.get('largest_sent', 0) / 1e3:.0f}",
                 f"{1e3 * step_s:.0f}",
                 f"{1e3 * network_s:.1f}",
                 f"{100 * network_s / step_s:.1f} %" if step_s else "-",
-                str(of.get("rounds") or "every step"),
+                f"{of['rounds']} times" if of.get("rounds") else "every step",
             )
         )
     parameters = next(iter(methods.values()))["parameters"]
