@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import subprocess
 import sys
 import time
 from datetime import datetime, timedelta
@@ -82,6 +83,24 @@ def test_ends_at_the_deadline_even_when_it_stands_still(tmp_path: Path) -> None:
     last = count.read_text() if count.exists() else ""
     time.sleep(0.3)
     assert (count.read_text() if count.exists() else "") == last != "39"
+
+
+def test_ended_by_a_signal_it_ends_what_it_started(tmp_path: Path) -> None:
+    plan, count = tmp_path / "plan.json", tmp_path / "count"
+    plan.write_text("[]")
+    setup = f"import sys; sys.path.insert(0, {str(QUALITY)!r}); import evidence; "
+    setup += f"evidence.commands = lambda *a: [{counting(count)!r}]; sys.exit(evidence.main())"
+    driver = subprocess.Popen(
+        [sys.executable, "-c", setup, "--plan", str(plan), "--out", str(tmp_path)]
+    )
+    deadline = time.monotonic() + 30
+    while not count.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    driver.terminate()
+    assert driver.wait(timeout=30) == 143
+    last = count.read_text()
+    time.sleep(0.3)
+    assert count.read_text() == last != "39"
 
 
 def finish(folder: Path, loss: float, gap: float = 0.0) -> None:

@@ -35,6 +35,8 @@ def main() -> int:
     add("--until", type=_clock, help="HH:MM of today; a run in hand is ended then, and lost")
     add("--pause-while", type=Path, metavar="FILE", help="stand still while this file exists")
     options = parser.parse_args()
+    # As an exception, so that the run in hand is ended too, and not left behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     for number, command in enumerate(commands(options.plan, options.out), 1):
         status = attend(command, options.until, options.pause_while)
         if status:
