@@ -256,7 +256,7 @@ def test_bad_specs_are_one_line(
     assert not out.exists()
 
 
-SWEEPS = ("paper-grid", "techniques", "memory", "memory-wikipedia", "two-bits")
+SWEEPS = ("paper-grid", "techniques", "memory", "memory-875k", "memory-wikipedia", "two-bits")
 
 
 @pytest.mark.parametrize("name", SWEEPS)
