@@ -135,7 +135,8 @@ def test_compared_by_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for point in content["curves"]["w4g4"]:
         assert point["gap_percent"] == pytest.approx(row["change_percent"])
     assert [point["step"] for point in content["curves"]["w4g4"]] == [100, 200]
-    assert "no" in (tmp_path / "it.txt").read_text()
+    table = (tmp_path / "it.txt").read_text().splitlines()
+    assert "few" in next(line for line in table if line.startswith("w4g4"))
     assert (tmp_path / "it-front.png").stat().st_size and (tmp_path / "it-curve.png").is_file()
 
 
@@ -143,15 +144,20 @@ def test_the_front_asks_for_what_is_shown() -> None:
     """A cheaper case takes another's place unless it is shown to be worse, and never an equal."""
     compare = script("compare")
     results = {
-        "dear": {s: {"valid_loss_decoded": 3.0} for s in (1, 2)},
-        "noisy": {1: {"valid_loss_decoded": 2.9}, 2: {"valid_loss_decoded": 3.2}},
-        "worse": {1: {"valid_loss_decoded": 3.10}, 2: {"valid_loss_decoded": 3.11}},
+        case: {seed: {"valid_loss_decoded": loss} for seed, loss in enumerate(losses, 1)}
+        for case, losses in (
+            ("dear", (3.0, 3.0, 3.0)),
+            ("noisy", (2.9, 3.2, 3.1)),
+            ("worse", (3.10, 3.11, 3.12)),
+            ("few", (3.0, 3.0)),
+        )
     }
-    dear, noisy, worse = (
+    dear, noisy, worse, few = (
         {"case": case, "kept_bytes": kept, "bits": 3.0, "better": "decoded"}
-        for case, kept in (("dear", 1.0), ("noisy", 0.5), ("worse", 0.5))
+        for case, kept in (("dear", 1.0), ("noisy", 0.5), ("worse", 0.5), ("few", 0.5))
     )
     assert compare.beats(noisy, dear, results) and not compare.beats(worse, dear, results)
+    assert not compare.beats(few, dear, results)
     assert not compare.beats(dear, noisy, results) and not compare.beats(dear, dear, results)
 
 

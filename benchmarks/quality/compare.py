@@ -29,6 +29,7 @@ from qsdp.wire import Segment, wire_layout
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 WINDOW = 100  # steps whose training losses are averaged into one point of a curve
+FEW = 3  # with fewer seeds nothing is said to be shown
 BLOCKS = 64  # enough for what a row has beside its blocks not to count
 
 Runs = dict[str, dict[int, Path]]
@@ -112,7 +113,7 @@ def beats(other: dict[str, Any], row: dict[str, Any], results: Results) -> bool:
     """Whether another case is cheaper, and not shown to be worse.
 
     Cheaper: no more memory, no more bits on the wire, and less of one of them. Shown to be worse:
-    by more than twice the standard error of the paired difference.
+    by more than twice the standard error of the paired difference. Of few seeds nothing follows.
     """
     mine, theirs = (row["kept_bytes"], row["bits"]), (other["kept_bytes"], other["bits"])
     # Rows of one format differ by a few bytes of the first steps.
@@ -120,7 +121,7 @@ def beats(other: dict[str, Any], row: dict[str, Any], results: Results) -> bool:
     if close or not all(b <= 1.002 * a for a, b in zip(mine, theirs, strict=True)):
         return False
     change, error, seeds = paired(losses(other, results), losses(row, results))
-    return seeds > 1 and error is not None and change <= 2 * error
+    return seeds >= FEW and error is not None and change <= 2 * error
 
 
 def table(rows: list[dict[str, Any]], base: dict[int, dict[str, Any]]) -> str:
@@ -136,9 +137,12 @@ def table(rows: list[dict[str, Any]], base: dict[int, dict[str, Any]]) -> str:
     for row in rows:
         change, error = row["change_percent"], row["change_error"]
         pair = percent(row["against_percent"], row["against_error"])
-        shown = "" if error is None or not error else "yes" if abs(change) > 2 * error else "no"
+        pairs, shown = len(base.keys() & set(row["seeds"])), ""
+        if row is not rows[0]:
+            few = error is None or pairs < FEW
+            shown = "few" if few else "yes" if abs(change) > 2 * error else "no"
         lines.append(
-            f"{row['case']:24}{len(row['seeds']):6}{row['kept_bytes']:7.3f}{row['bits']:7.2f}"
+            f"{row['case']:24}{pairs:6}{row['kept_bytes']:7.3f}{row['bits']:7.2f}"
             f"{row['perplexity']:12.3f}{percent(change, error):>18}{shown:>7}{pair:>19}"
             f"{'*' if row['front'] else '':>7}"
         )
@@ -146,14 +150,15 @@ def table(rows: list[dict[str, Any]], base: dict[int, dict[str, Any]]) -> str:
 
 
 LEGEND = (
+    "seeds: that both the case and the first have",
     "kept: bytes in which every rank keeps a value of a matrix, scales included",
     "bits: a value on the wire, over all collectives, full precision included",
     "perplexity: of the better of decoded and masters, geometric mean over seeds",
     "change: paired by seed, mean and standard error; shown: more than twice its error,",
-    "        which noise alone reaches in 18 of 100 cases with three seeds, in 30 with two",
+    "        which noise alone reaches in 18 of 100 cases with three seeds; few: of fewer seeds",
     "against its pair: the same against the case that the sweep names as `against`",
     "front: no other case takes as little memory and bits, and less of one of them,",
-    "       without a paired loss that is shown to be worse",
+    "       without a paired loss that is shown to be worse; of few seeds nothing follows",
 )
 
 
@@ -208,7 +213,7 @@ def write(
 
 def front(rows: list[dict[str, Any]], path: Path) -> None:
     """Change in perplexity against memory; the bits on the wire stand beside each point."""
-    rows = [row for row in rows if row["change_percent"] is not None]
+    first, *rows = (row for row in rows if row["change_percent"] is not None)
     figure, axes = new_figure()
     for row in rows:
         error = row["change_error"] or 0
@@ -220,8 +225,8 @@ def front(rows: list[dict[str, Any]], path: Path) -> None:
                       xy=(row["kept_bytes"], row["change_percent"]), xytext=(4, 4),
                       textcoords="offset points")  # fmt: skip
     axes.set_xlabel("kept on every rank (bytes a parameter); filled: on the front")
-    axes.set_ylabel(f"perplexity against {rows[0]['case']} (%)")
-    axes.set_xlim(-0.05, max(row["kept_bytes"] for row in rows) + 0.35)
+    axes.set_ylabel(f"perplexity against {first['case']} (%)")
+    axes.set_xlim(-0.05, max([0.0, *(row["kept_bytes"] for row in rows)]) + 0.35)
     figure.savefig(path, dpi=110)
 
 
