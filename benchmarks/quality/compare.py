@@ -245,7 +245,7 @@ def draw_curves(curves: dict[str, list[dict[str, Any]]], first: str, path: Path)
         axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
     axes.set_xlabel(f"step (mean of {WINDOW} steps)")
     axes.set_ylabel(f"training loss against {first} (% of perplexity)")
-    axes.legend(frameon=False, fontsize=8)
+    figure.legend(frameon=False, fontsize=8, loc="outside upper center", ncols=4)
     figure.savefig(path, dpi=110)
 
 
