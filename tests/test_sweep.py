@@ -256,7 +256,10 @@ def test_bad_specs_are_one_line(
     assert not out.exists()
 
 
-@pytest.mark.parametrize("name", ["paper-grid", "techniques"])
+SWEEPS = ("paper-grid", "techniques", "memory", "memory-875k", "memory-wikipedia", "two-bits")
+
+
+@pytest.mark.parametrize("name", SWEEPS)
 def test_sweeps_of_the_repository_are_configurations(name: str) -> None:
     folder = Path(__file__).parent.parent / "benchmarks" / "quality"
     for case in read_sweep(folder / f"{name}.json").cases:
