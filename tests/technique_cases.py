@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import qsdp
 from qsdp import Differences, Feedback, Learned, LevelSchedule, QSDPConfig, Quantizer, Ways
 from qsdp.agreement import all_gather_json
+from qsdp.state import FORMAT
 
 UNIFORM = Quantizer(3, 64, "nearest")
 LEARNED = Learned(UNIFORM, LevelSchedule(first_step=1, every=2))
@@ -183,7 +184,7 @@ def case_foreign_state_is_refused(rank: int) -> None:
         (lambda: qsdp.load_comm_state_dict(other, state), ("remembers nothing", hint)),
         (
             lambda: qsdp.load_comm_state_dict(model, state | {"format": torch.tensor([7, 2])}),
-            ("reads format 3, got 7",),
+            (f"reads format {FORMAT}, got 7",),
         ),
         (
             lambda: qsdp.load_comm_state_dict(model, state if rank == 0 else {}),
@@ -199,9 +200,9 @@ def case_foreign_state_is_refused(rank: int) -> None:
     raises_everywhere(lambda: qsdp.load_comm_state_dict(light, kept), "'kept.", hint)
     broken = qsdp.comm_state_dict(light)
     if rank == 1:
-        name = next(name for name in broken if name.startswith("sent."))
+        name = next(name for name in broken if name.startswith("digests."))
         broken[name] = broken[name][:-1]
-    raises_everywhere(lambda: qsdp.load_comm_state_dict(light, broken), "'sent.")
+    raises_everywhere(lambda: qsdp.load_comm_state_dict(light, broken), "'digests.")
 
 
 def case_state_of_other_ranks_continues(rank: int) -> None:
@@ -211,7 +212,7 @@ def case_state_of_other_ranks_continues(rank: int) -> None:
     state = qsdp.comm_state_dict(model)
     of_four = {name: value for name, value in state.items() if ".rank" not in name}
     of_four |= {f"kept.blocks.1.rank{r}": torch.zeros(9, dtype=torch.uint8) for r in range(4)}
-    of_four["format"] = torch.tensor([3, 4])
+    of_four["format"] = torch.tensor([FORMAT, 4])
     other = qsdp.apply_qsdp(build(), MIXED)
     with pytest.warns(UserWarning, match="saved by 4 ranks and here are 2"):
         qsdp.load_comm_state_dict(other, of_four)
