@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from meeting_cases import DIES_AFTER, STEPS, TIMEOUT_S, left_alone, replica
+from meeting_cases import ALONE, DIES_AFTER, STEPS, TIMEOUT_S, left_alone, replica
 
 from qsdp import Meeting
 
@@ -28,6 +28,10 @@ def run(folder: Path, *, disturbed: bool) -> list[dict[str, Any]]:
         if disturbed:
             processes[2].join(timeout=TIMEOUT_S)
             assert processes[2].exitcode == 1
+            # One that is back at once joins the synchronisation that is waiting for it.
+            end = time.monotonic() + TIMEOUT_S
+            while not (folder / ALONE).exists() and time.monotonic() < end:
+                time.sleep(0.05)
             processes.append(context.Process(target=replica, args=(str(folder), 2, False, True)))
             processes[3].start()
         end = time.monotonic() + TIMEOUT_S
