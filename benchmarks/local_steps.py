@@ -200,6 +200,7 @@ def _answer(records: list[dict[str, Any]], training: Training) -> dict[str, Any]
 
 def plot(found: dict[str, Any], path: Path) -> None:
     """Loss against bytes a step, and against the time of a step; both scales logarithmic in x."""
+    from matplotlib import ticker
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), dpi=80, layout="constrained")
@@ -211,6 +212,9 @@ def plot(found: dict[str, Any], path: Path) -> None:
                 x = of[key] / unit
                 axes.plot(x, of["loss"], "o" if name in EVERY_STEP else "s", label=name)
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("validation loss")
