@@ -15,6 +15,7 @@ from qsdp.exchange import (
     Route,
     Stages,
     Transfers,
+    count_gather,
     gather_between,
     gather_in_hops,
     gather_inside,
@@ -161,7 +162,8 @@ class QuantizedAllGather(ObservedAllGather):
         with self.unit.turns:
             with self.meter.phase("decode", output.device):
                 kept.read(_kept_rows(output, way))
-            self.meter.count_hops(0, 0, stock=(size - 1) * output.nbytes // size)
+            stock = (size - 1) * output.nbytes // size
+            count_gather(0, kept.layout.row_bytes, way, self.meter, stock)
             if way.two_level:
                 yield from self._inside(kept, output)
 
@@ -181,7 +183,9 @@ class QuantizedAllGather(ObservedAllGather):
                 )
                 # It may lie in the output.
                 values = values.clone() if kept.may_travel_whole(mark, looks, due) else values
-            yield from gather_between(wire, way, meter, stock=(way.size - 1) * values.nbytes)
+            stock = (way.size - 1) * values.nbytes
+            count_gather(layout.row_bytes, kept.layout.row_bytes, way, meter, stock)
+            yield gather_between(wire, way)
             with meter.phase("decode", device):
                 kept.arrived(wire, layout, _kept_rows(output, way), ranks)
             marks = layout.marks(wire)
@@ -199,7 +203,7 @@ class QuantizedAllGather(ObservedAllGather):
         wire = take_rows(way.size, layout, device)
         columns = wire.view(way.ranks_per_node, way.num_nodes, -1)
         own = kept.rows()
-        yield from gather_inside(columns, own, way, self.meter)
+        yield gather_inside(columns, own, way)
         rows = output.view(way.num_nodes, way.ranks_per_node, -1)
         with self.meter.phase("decode", device):
             layout.marks(columns[way.place]).copy_(layout.marks(own))

@@ -219,38 +219,44 @@ def gather_in_hops(rows: torch.Tensor, way: Route, meter: CommMeter, stock: int)
         meter: counts it, beside the ``stock`` bytes that FSDP2 would have sent.
     """
     row_bytes = rows.shape[-1]
+    count_gather(row_bytes, row_bytes, way, meter, stock)
     if not way.two_level:
-        meter.count_rows(row_bytes, way.size, stock=stock)
-        yield gather_rows(rows, way)
-        return
-    num_nodes, others = way.num_nodes, way.ranks_per_node - 1
-    meter.count_hops((num_nodes - 1) * row_bytes, others * num_nodes * row_bytes, stock=stock)
-    if row_bytes == 0:
+        yield gather_between(rows, way)
         return
     columns = rows.transpose(0, 1)  # contiguous: the rows of one place after another
     own = columns[way.place]
-    yield _share([*own], own[way.node], way.counterparts, way, tag=0)
-    yield _share([*columns.flatten(1)], own.flatten(), way.neighbours, way, tag=2)
+    yield gather_between(own, way)
+    yield gather_inside(columns, own, way)
 
 
-def gather_between(rows: torch.Tensor, way: Route, meter: CommMeter, stock: int) -> Stages:
+def count_gather(between: int, inside: int, way: Route, meter: CommMeter, stock: int) -> None:
+    """Count one all-gather of rows.
+
+    Args:
+        between: bytes of a row where it crosses between nodes, and in one hop everywhere.
+        inside: the same inside a node, where rows take two hops.
+    """
+    if not way.two_level:
+        meter.count_rows(between, way.size, stock=stock)
+        return
+    others = way.ranks_per_node - 1
+    meter.count_hops((way.num_nodes - 1) * between, others * way.num_nodes * inside, stock=stock)
+
+
+def gather_between(rows: torch.Tensor, way: Route) -> Transfers:
     """All-gather rows in place among the counterparts: the first of two hops, or all of one.
 
     Args:
         rows: (len(way.counterparts), row_bytes) uint8, contiguous; this rank's own is filled in.
-        meter, stock: as in :func:`gather_in_hops`.
     """
-    row_bytes = rows.shape[-1]
     if not way.two_level:
-        meter.count_rows(row_bytes, way.size, stock=stock)
-        yield gather_rows(rows, way)
-        return
-    meter.count_hops((way.num_nodes - 1) * row_bytes, 0, stock=stock)
-    if row_bytes:
-        yield _share([*rows], rows[way.node], way.counterparts, way, tag=0)
+        return gather_rows(rows, way)
+    if rows.numel() == 0:
+        return ()
+    return _share([*rows], rows[way.node], way.counterparts, way, tag=0)
 
 
-def gather_inside(columns: torch.Tensor, own: torch.Tensor, way: Route, meter: CommMeter) -> Stages:
+def gather_inside(columns: torch.Tensor, own: torch.Tensor, way: Route) -> Transfers:
     """The second of two hops: what each place of this node has, to all of them.
 
     Args:
@@ -258,9 +264,9 @@ def gather_inside(columns: torch.Tensor, own: torch.Tensor, way: Route, meter: C
             rank's own part is not written.
         own: this rank's, of the shape of a part, contiguous.
     """
-    meter.count_hops(0, (way.ranks_per_node - 1) * own.numel(), stock=0)
-    if own.numel():
-        yield _share([*columns.flatten(1)], own.flatten(), way.neighbours, way, tag=2)
+    if own.numel() == 0:
+        return ()
+    return _share([*columns.flatten(1)], own.flatten(), way.neighbours, way, tag=2)
 
 
 def rows_of_all(wire: torch.Tensor, row_bytes: int, way: Route) -> torch.Tensor:

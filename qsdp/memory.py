@@ -103,6 +103,7 @@ class KeptWeights:
         # Kept as they are gathered: kernels take these as they are.
         self._plain = [index for index in limits if kept_in[index] is None]
         self._owed: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._places_of: tuple[WireLayout, list[slice]] | None = None
         with torch.inference_mode(False):  # training goes on with it after an inference
             self.wire = _zeros((len(senders), self.layout.row_bytes), device, offload)
             self._stats = torch.zeros(len(kept_in), 4, dtype=torch.float64, device=device)
@@ -122,7 +123,7 @@ class KeptWeights:
         wire = take_rows(len(rows), self.layout, rows.device)
         encode_rows(rows, self.layout, wire, key=0)
         decode_rows(wire, self.layout, rows)
-        self._keep(wire[self.senders.start : self.senders.stop : self.senders.step])
+        self.refill(wire[self.senders.start : self.senders.stop : self.senders.step])
         self.started = True
 
     def restart(self, known: torch.Tensor, digests: torch.Tensor, pace: torch.Tensor) -> None:
@@ -132,15 +133,16 @@ class KeptWeights:
         """
         rows = self.rows()
         rows[self.own].copy_(known)
-        self._keep(rows)
+        self.refill(rows)
         self.digests.copy_(digests)
         self.pace.copy_(pace[:-1])
         self.reductions = int(pace[-1])
         self.started, self._owed = True, None
 
     def refill(self, wire: torch.Tensor) -> None:
-        """Take kept rows of all senders (len(senders), layout.row_bytes)."""
-        self._keep(wire)
+        """Take kept rows of all senders (len(senders), layout.row_bytes), on the device."""
+        if wire is not self.wire:
+            self.wire.copy_(wire, non_blocking=True)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Copies of what :meth:`restart` takes: ``kept``, ``digests`` and ``pace``."""
@@ -190,18 +192,17 @@ class KeptWeights:
         if self._plain:
             self._stats_of_plain(moved, values)
         trained, self.reductions = reductions != self.reductions, reductions
-        parts = [part for index in self._rows for part in layout.places(layout.spans[index])]
         decide = self._decide_here if self.on_host else self._decide
-        mark = decide(row, parts, trained) + LOOKED * looks
+        mark = decide(row, layout, trained) + LOOKED * looks
         self.digests.copy_(self._stats[:, 2])
         finish_row(row, layout, mark)
         return mark
 
-    def _decide_here(self, row: torch.Tensor, parts: Iterable[slice], trained: bool) -> int:
+    def _decide_here(self, row: torch.Tensor, layout: WireLayout, trained: bool) -> int:
         """On the host: whether the row is to travel whole; a row that has not changed is zero."""
         stats, pace, digests = self._stats.tolist(), self.pace.tolist(), self.digests.tolist()
         if not any(stats[i][2] != digests[i] or stats[i][3] for i in self._rows):
-            for part in parts:
+            for part in self._places(layout):
                 row[part] = 0
             return 0
         whole = 0
@@ -216,11 +217,11 @@ class KeptWeights:
         self.pace.copy_(torch.tensor(pace, dtype=torch.float64))
         return int(whole)
 
-    def _decide(self, row: torch.Tensor, parts: Iterable[slice], trained: bool) -> torch.Tensor:
+    def _decide(self, row: torch.Tensor, layout: WireLayout, trained: bool) -> torch.Tensor:
         """The same on the device: a 0-dimensional int64."""
         stats, digests = self._stats[self._rows_there], self.digests[self._rows_there]
         changed = ((stats[:, 2] != digests) | (stats[:, 3] != 0)).any()
-        for part in parts:
+        for part in self._places(layout):
             row[part] *= changed
         share = (stats[:, 0] / stats[:, 1]).sqrt().nan_to_num(nan=0.0, posinf=math.inf)
         step = (share <= _LEAP) & ((self.pace == 0) | (share <= _FASTER * self.pace)) & trained
@@ -229,6 +230,13 @@ class KeptWeights:
             paced = (share > 0) & (share <= _LEAP) & changed
             torch.where(paced, share, self.pace, out=self.pace)
         return whole.long()
+
+    def _places(self, layout: WireLayout) -> list[slice]:
+        """Where differences lie in a row, as few slices: each is a launch on an accelerator."""
+        if self._places_of is None or self._places_of[0] is not layout:
+            places = (part for index in self._rows for part in layout.places(layout.spans[index]))
+            self._places_of = layout, _joined(places)
+        return self._places_of[1]
 
     def _without_plain(self, values: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
         """A copy of values, what is kept of them as they are gathered taken off."""
@@ -266,7 +274,7 @@ class KeptWeights:
         self.layout.marks(kept).copy_(layout.marks(wire))
         if self.layout.checksum:
             seal(kept)
-        self._keep(kept)
+        self.refill(kept)
 
     def due(self) -> list[bool] | None:
         """Which rows the marks of the gather before want to travel whole; None if none do."""
@@ -308,11 +316,10 @@ class KeptWeights:
             return due
         return [bool(mark & WHOLE) or bool(due and due[i]) for i, mark in enumerate(now)]
 
-    def own_row(self, whole: Sequence[bool], values: torch.Tensor | None) -> torch.Tensor:
+    def own_row(self, whole: Sequence[bool], values: torch.Tensor) -> torch.Tensor:
         """This rank's kept row (layout.row_bytes,), of its ``values`` anew if it is to be whole."""
         if not whole[self.rank]:
             return self.rows()[self.own]
-        assert values is not None, "may_travel_whole said that they are not needed"
         row = take_rows(1, self.layout, self.device)
         encode_rows(values.view(1, -1), self.layout, row, key=0)
         return row[0]
@@ -321,10 +328,6 @@ class KeptWeights:
         """View: (..., numel) of a segment that is kept in full precision."""
         span = self.layout.spans[index]
         return self.layout.raw(wire, span).view(self.layout.dtype)
-
-    def _keep(self, rows: torch.Tensor) -> None:
-        if rows is not self.wire:
-            self.wire.copy_(rows, non_blocking=True)
 
     def _tell(self, marks: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """Send marks to the host, which does not wait for them."""
@@ -340,6 +343,18 @@ class KeptWeights:
             event.synchronize()
         told: list[int] = marks.tolist()
         return told
+
+
+def _joined(parts: Iterable[slice]) -> list[slice]:
+    """Slices sorted, neighbours as one, empty ones left out."""
+    found: list[slice] = []
+    for part in sorted(parts, key=lambda part: part.start):
+        if part.start == part.stop:
+            continue
+        if found and found[-1].stop == part.start:
+            part = slice(found.pop().start, part.stop)
+        found.append(part)
+    return found
 
 
 def _any_whole(marks: Iterable[int]) -> bool:

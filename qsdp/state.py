@@ -22,7 +22,6 @@ from qsdp.levels import Learnable, LevelLearner, uniform_levels
 from qsdp.memory import KeptWeights
 from qsdp.param_group import find_param_groups
 from qsdp.stages import piece_layout
-from qsdp.stats import CommMeter
 from qsdp.unit import Unit
 
 FORMAT = 4
@@ -149,9 +148,8 @@ def _load_own(unit: Unit, state: Mapping[str, torch.Tensor]) -> None:
     for name, kept in _kept(unit).items() if started else ():
         kept.restart(*(state[f"{kind}.{name}{suffix}"] for kind in ("kept", "digests", "pace")))
         rows = kept.rows()
-        for transfers in gather_between(rows, unit.gather_route, CommMeter(), stock=0):
-            for work in transfers:
-                work.wait()
+        for work in gather_between(rows, unit.gather_route):
+            work.wait()
         kept.refill(rows)
     for kind, residuals in _residuals(unit).items():
         names = [name for name in _residual_shapes(unit) if name.startswith(f"{kind}.")]

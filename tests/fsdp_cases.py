@@ -857,17 +857,19 @@ def four_case_differences_are_kept_once_a_node(rank: int) -> None:
         flat, hops = (
             QSDPConfig(way, None, exceptions, per_node, verify=verify) for per_node in (1, 2)
         )
-        seen, bytes_kept = {}, {}
+        seen, bytes_kept, calls = {}, {}, {}
         for name, config in (("flat", flat), ("hops", hops)):
             model = qsdp.apply_qsdp(build(mp_policy=policy), config)
             if name == "hops":  # gathered while the block before computes
                 model._set_unshard_async_op(True)
                 model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
             seen[name] = _life_of_differences(model, rank, config, policy)
+            calls[name] = sum(m.calls for m in qsdp.comm_stats(model).modules)
             bytes_kept[name] = sum(
                 part.kept.wire.nbytes for unit in units_of(model) for part in unit.parts()
             )
         assert 2 * bytes_kept["hops"] == bytes_kept["flat"]
+        assert calls["hops"] == calls["flat"] > 0, "two hops are one gather"
         for one, other in zip(seen["flat"], seen["hops"], strict=True):
             assert same_on_all_ranks(one) and all(torch.equal(one[k], other[k]) for k in one)
 
