@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections.abc import Callable, Mapping
 
 import torch
+
+from qsdp.plan.coding import seconds_of
 
 MIN_REPETITIONS = 3
 # A peer that allocates 64 MiB a call faults pages in until the heap has found its final shape.
@@ -27,7 +28,6 @@ def median_seconds(
     state. A candidate that has used up ``budget`` seconds runs no more, but three times at least.
     Up to half as much goes into warming up before.
     """
-    timer = _cuda_seconds if device.type == "cuda" else _cpu_seconds
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     order = list(candidates)
     shuffle = random.Random(0).shuffle
@@ -35,27 +35,10 @@ def median_seconds(
     for _ in range(WARM_UPS):
         for name in order:
             if spent[name] < budget / 2:
-                spent[name] += timer(candidates[name])
+                spent[name] += seconds_of(candidates[name], device)
     for round_ in range(repetitions):
         shuffle(order)
         for name in order:
             if round_ < MIN_REPETITIONS or sum(seconds[name]) < budget:
-                seconds[name].append(timer(candidates[name]))
+                seconds[name].append(seconds_of(candidates[name], device))
     return {name: statistics.median(times) for name, times in seconds.items()}
-
-
-def _cpu_seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    kept = run()
-    elapsed = time.perf_counter() - start
-    del kept  # after the clock: giving memory back is not what is measured
-    return elapsed
-
-
-def _cuda_seconds(run: Callable[[], object]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3

@@ -48,6 +48,17 @@ inline int64_t stage_start(const Layout& a, const Layout& b, int64_t flat) {
   return flat;
 }
 
+// Calls body(stage, from, to) for stages `begin` to `end` of rows of `total` values.
+template <class Body>
+INLINE void for_stages(const Layout& a, const Layout& b, int64_t total, int64_t begin, int64_t end,
+                       const Body& body) {
+  for (int64_t stage = begin; stage < end; stage++) {
+    const int64_t next = (stage + 1) * STAGE, at = stage_start(a, b, stage * STAGE);
+    const int64_t to = next < total ? stage_start(a, b, next) : total;
+    if (at < to) body(stage, at, to);
+  }
+}
+
 // What a segment's values are told from others by: changes.py has the sum.
 struct Digest {
   Longs even_key, odd_key, total = {};  // of neighbours: 32 bits each
@@ -93,19 +104,6 @@ struct Moved {
     return moved <= MAX_FLOAT;
   }
 };
-
-// How many of `n` values are not finite.
-template <class T>
-int64_t not_finite(const char* x, int64_t n) {
-  Ints found = {};
-  char padded[LANES * T::SIZE];
-  for (int64_t i = 0; i < n; i += LANES) {
-    const char* from = x + i * T::SIZE;
-    if (n - i < LANES) from = pad<T>(from, n - i, padded, LANES);
-    found -= ((Words)T::get(from) & 0x7f800000) == 0x7f800000;
-  }
-  return reduce(found, [](auto a, auto b) { return a + b; });
-}
 
 // `n` values of a segment, the first one being its value `first`, to what they differ by from
 // `kept` where that is finite. With AS_IS nothing is subtracted.
@@ -183,11 +181,7 @@ void encode_stages(const ChangeJob& job, int64_t begin, int64_t end) {
   const size_t room = size_t((STAGE + longest_joint_block(layout, kept_layout)) * T::SIZE);
   const std::unique_ptr<char[]> known(new char[room]), change(new char[room]);
   const Rows<const uint8_t> kept = {job.kept, 1, 0, 0};
-  for (int64_t stage = begin; stage < end; stage++) {
-    const int64_t at = stage_start(layout, kept_layout, stage * STAGE);
-    const int64_t next = minimum((stage + 1) * STAGE, layout.numel);
-    const int64_t to = next == layout.numel ? next : stage_start(layout, kept_layout, next);
-    if (at >= to) continue;
+  const auto encode_stage = [&](int64_t stage, int64_t at, int64_t to) {
     const int64_t skipped = at * T::SIZE;
     for_blocks(kept_layout, at, to, [&](int64_t, int64_t index, int64_t first, int64_t last) {
       const Span& span = kept_layout.spans[index];
@@ -222,7 +216,8 @@ void encode_stages(const ChangeJob& job, int64_t begin, int64_t end) {
     encode({&layout, {change.get(), 1, 0, 0, skipped}, {job.wire, 1, 0, 0}, job.first_row, job.key,
             job.dtype, job.sender},
            at, to);
-  }
+  };
+  for_stages(layout, kept_layout, layout.numel, begin, end, encode_stage);
 }
 
 void encode_changes(const ChangeJob& job, int64_t begin, int64_t end) {

@@ -3,18 +3,17 @@
 namespace {
 namespace QSDP_NAMESPACE {
 
+// How many of `n` values are not finite.
 template <class T>
-bool all_finite(const char* x, int64_t n) {
-  Ints special = {};
+int64_t not_finite(const char* x, int64_t n) {
+  Ints found = {};
   char padded[LANES * T::SIZE];
   for (int64_t i = 0; i < n; i += LANES) {
     const char* from = x + i * T::SIZE;
     if (n - i < LANES) from = pad<T>(from, n - i, padded, LANES);
-    special |= ((Words)T::get(from) & 0x7f800000) == 0x7f800000;
+    found -= ((Words)T::get(from) & 0x7f800000) == 0x7f800000;
   }
-  int32_t any = 0;
-  for (int i = 0; i < LANES; i++) any |= special[i];
-  return !any;
+  return reduce(found, [](auto a, auto b) { return a + b; });
 }
 
 // Running extremes, witness and content of the vectors seen.
@@ -37,7 +36,7 @@ struct Scan {
 };
 
 // Extremes of `n` values; their content only if CONTENT. A NaN or infinity shows in the witness; so
-// may an overflow of the witness alone, and then all_finite decides.
+// may an overflow of the witness alone, and then not_finite decides.
 template <bool CONTENT, class T>
 INLINE Extremes scan(const char* x, int64_t n) {
   constexpr int VECTOR = LANES * T::SIZE;
@@ -73,7 +72,7 @@ INLINE Extremes scan(const char* x, int64_t n) {
       sum += rest[k], content += bit_cast<uint32_t>(rest[k]);
     }
   }
-  const bool finite = __builtin_fabsf(sum) <= MAX_FLOAT || all_finite<T>(x, n);
+  const bool finite = __builtin_fabsf(sum) <= MAX_FLOAT || !not_finite<T>(x, n);
   return {lo, hi, content, finite};
 }
 

@@ -205,11 +205,7 @@ template <class T>
 void add_stages(const UpdateJob& job, int64_t begin, int64_t end) {
   const Layout &layout = *job.layout, &kept_layout = *job.kept_layout;
   Slow<T> slow(job, STAGE + longest_joint_block(layout, kept_layout));
-  for (int64_t stage = begin; stage < end; stage++) {
-    const int64_t at = stage_start(layout, kept_layout, stage * STAGE);
-    const int64_t next = minimum((stage + 1) * STAGE, job.total);
-    const int64_t to = next == job.total ? next : stage_start(layout, kept_layout, next);
-    if (at >= to) continue;
+  for_stages(layout, kept_layout, job.total, begin, end, [&](int64_t, int64_t at, int64_t to) {
     for_blocks(kept_layout, at, to, [&](int64_t row, int64_t index, int64_t first, int64_t last) {
       const Span& span = kept_layout.spans[index];
       const int64_t start = row * layout.numel + span.value_offset;
@@ -224,7 +220,7 @@ void add_stages(const UpdateJob& job, int64_t begin, int64_t end) {
         if (!fast.add(block)) add_slowly(block, block + 1);
       add_slowly(maximum(first, full), last);
     });
-  }
+  });
 }
 
 void add_changes(const UpdateJob& job, int64_t begin, int64_t end) {
