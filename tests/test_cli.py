@@ -185,3 +185,21 @@ def test_plot_into_a_new_folder(tmp_path: Path, capsys: pytest.CaptureFixture[st
     plot = tmp_path / "new" / "plan.png"
     assert cli.main(["plan", "--bandwidth", "10", "--json", "--plot", str(plot)]) == 0
     assert json.loads(capsys.readouterr().out) and plot.is_file()
+
+
+@pytest.mark.parametrize("message", [None, "one line"])
+def test_a_rank_ends_without_taking_the_interpreter_down(message: str | None) -> None:
+    """What atexit knows runs; nothing is destroyed that a thread of gloo could still hold."""
+    lines = f"""
+import atexit, sys
+from qsdp.trainer.ranks import end_rank
+class Held:
+    def __del__(self): print("destroyed")
+sys.modules["held"] = Held()
+atexit.register(print, "registered")
+end_rank(7, {message!r})
+"""
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7
+    assert done.stdout == "registered\n"
+    assert done.stderr == ("" if message is None else message + "\n")

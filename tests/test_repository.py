@@ -159,7 +159,7 @@ def foreign_privates(source: str) -> Iterator[str]:
             and of not in names
             and attribute not in attributes
             and attribute not in NOT_PRIVATE
-            and (of, attribute) != ("os", "_exit")
+            and (of, attribute) not in {("os", "_exit"), ("atexit", "_run_exitfuncs")}
         ):
             yield f"line {node.lineno}: {ast.unparse(node)}"
 

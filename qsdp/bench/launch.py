@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from qsdp.trainer.launch import rank_environment
-from qsdp.trainer.ranks import SharedError, started_by_launcher
+from qsdp.trainer.ranks import SharedError, end_rank, started_by_launcher
 
 
 def run_ranks(command: list[str], nproc: int | None, body: Callable[[], None]) -> int:
@@ -34,12 +34,9 @@ def run_ranks(command: list[str], nproc: int | None, body: Callable[[], None]) -
     try:
         body()
     except (SharedError, ValueError) as error:
-        if os.environ["LOCAL_RANK"] == "0":
-            print(f"{name}: error: {error}", file=sys.stderr)
-        sys.stderr.flush()
-        sys.stdout.flush()
-        os._exit(1)  # gloo's threads can abort in the interpreter's teardown after an error
-    return 0
+        first = os.environ["LOCAL_RANK"] == "0"
+        end_rank(1, f"{name}: error: {error}" if first else None)
+    end_rank(0)
 
 
 def torchrun(*arguments: str) -> list[str]:

@@ -10,10 +10,8 @@ import argparse
 import dataclasses
 import json
 import os
-import sys
 import traceback
 from pathlib import Path
-from typing import NoReturn
 
 from qsdp.arguments import TRAIN_PACKAGES, require_package, require_packages
 from qsdp.trainer.config import LATEST, PRESETS, TrainConfig, embedded_comm
@@ -30,7 +28,7 @@ def run(argv: list[str]) -> int:
         require_package("--wandb", "wandb")
     if config.lora is not None:
         require_package("--lora", "peft", "'qsdp[lora]'")
-    from qsdp.trainer.ranks import SharedError, started_by_launcher
+    from qsdp.trainer.ranks import SharedError, end_rank, started_by_launcher
 
     if not started_by_launcher():
         from qsdp.trainer.check import check
@@ -43,7 +41,8 @@ def run(argv: list[str]) -> int:
     try:
         train(config)
     except SharedError as error:
-        _end_rank(str(error) if os.environ["LOCAL_RANK"] == "0" else None)
+        first = os.environ["LOCAL_RANK"] == "0"
+        end_rank(1, f"qsdp train: error: {error}" if first else None)
     except Exception as error:
         # Not foreseen, so whoever looks for the cause needs the whole of it, but not on the screen
         # once for every rank.
@@ -52,21 +51,8 @@ def run(argv: list[str]) -> int:
         path = config.run_folder / f"traceback-rank{rank}.txt"
         path.write_text(traceback.format_exc())
         cause = " ".join(f"{type(error).__name__}: {error}".split())
-        _end_rank(f"rank {rank}: {cause} (traceback in {path})")
-    return 0
-
-
-def _end_rank(message: str | None) -> NoReturn:
-    """End this rank with status 1, after one line where there is a message.
-
-    Without the interpreter's teardown: gloo's threads still run after an error, and destroying them
-    there now and then aborts, which would turn status 1 into 134.
-    """
-    if message is not None:
-        print(f"qsdp train: error: {message}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+        end_rank(1, f"qsdp train: error: rank {rank}: {cause} (traceback in {path})")
+    end_rank(0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
