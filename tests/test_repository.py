@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import io
 import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "qsdp"
 FILES = sorted(PACKAGE.rglob("*.py"))
 RESEARCH = sorted((ROOT / "research").rglob("*.py"))
+SCRIPTS = sorted(p for folder in ("benchmarks", "examples") for p in (ROOT / folder).rglob("*.py"))
 NATIVE = [PACKAGE / "kernels" / "cpu.cpp", *sorted((PACKAGE / "kernels" / "native").glob("*.h"))]
 
 # Lower layers first. A module of the core imports from lower layers only, what stands beside the
@@ -244,6 +248,25 @@ def test_the_core_stays_small() -> None:
         path for path in FILES if path.relative_to(PACKAGE).with_suffix("").parts[0] not in BESIDE
     ]
     assert sum(code_lines(path.read_text()) for path in core) <= MAX_CORE_LINES
+
+
+def outside_imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "qsdp":
+            yield from ((str(node.module), alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_scripts_import_what_there_is(path: Path) -> None:
+    """Benchmarks and examples, which no type checker reads and few tests run."""
+    for module, name in outside_imports(ast.parse(path.read_text())):
+        found = importlib.import_module(module)
+        submodule = importlib.util.find_spec(f"{module}.{name}") if _is_package(found) else None
+        assert hasattr(found, name) or submodule, f"{module} has no {name}"
+
+
+def _is_package(module: ModuleType) -> bool:
+    return hasattr(module, "__path__")
 
 
 def test_import_needs_torch_alone_and_has_no_side_effect() -> None:

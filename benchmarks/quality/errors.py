@@ -29,7 +29,7 @@ from qsdp.trainer.command import read_config
 from qsdp.trainer.evaluate import token_losses
 from qsdp.trainer.model import build_model
 from qsdp.trainer.tokenizer import load_tokenizer
-from qsdp.tune.command import _batches, _tokenizer
+from qsdp.tune.choose import _batches, _tokenizer
 
 BITS = (2, 3, 4, 5, 6, 8)
 SMALL = {"block_size": 128, "scale_dtype": "bfloat16"}
