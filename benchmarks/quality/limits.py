@@ -3,10 +3,10 @@
     python benchmarks/quality/limits.py MODEL [--bits 2 3 4] [--out FILE]
 
 MODEL is a folder with model.safetensors, such as RUN/model of `qsdp train`. 131,072 values of its
-matrices, and as many from a normal distribution, go through codes that need no memory between steps: the
-formats of `qsdp.Quantizer`, and what could be built beyond them. Errors are root mean squares over
-all values, relative to those of the values. *True bits* counts all that travels; the codes of
-variable length are counted by their entropy, which no real code goes below.
+matrices, and as many from a normal distribution, go through codes that need no memory between
+steps: the formats of `qsdp.Quantizer`, and what could be built beyond them. Errors are root mean
+squares over all values, relative to those of the values. *True bits* counts all that travels; the
+codes of variable length are counted by their entropy, which no real code goes below.
 
 *Above the limit* is how many bits a code spends beyond what the error needs by Shannon's lower
 bound for independent values, (1/2) log2(2^(2h) / (2 pi e D)): h is the differential entropy of the
