@@ -18,6 +18,19 @@ import torch.multiprocessing as mp
 
 TIMEOUT_S = 100
 
+# Ranks are forked from a server that has imported what they all need, and has run nothing. Only
+# what is fixed when torch is imported is the server's; all else of the environment is passed on.
+CONTEXT = mp.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    [
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "qsdp.ddp",
+        "qsdp.fsdp",
+        "qsdp.state",
+    ]
+)
+
 
 def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
     """Run ``fn(rank, *args)`` on gloo ranks of one thread each; return their results in order.
@@ -25,13 +38,13 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
     ``fn`` and its arguments must be picklable. The first rank that fails fails the caller, with its
     traceback; a rank that hangs prints its stack and is killed.
     """
-    context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(num_ranks):
-            receive, send = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_run, args=(send, fn, rank, num_ranks, os.path.join(folder, "store"), args)
+            receive, send = CONTEXT.Pipe(duplex=False)
+            store, environment = os.path.join(folder, "store"), dict(os.environ)
+            process = CONTEXT.Process(
+                target=_run, args=(send, fn, rank, num_ranks, store, environment, args)
             )
             process.start()
             send.close()
@@ -87,8 +100,17 @@ def _collect(pipes: list[Connection]) -> list[Any]:
 
 
 def _run(
-    send: Connection, fn: Callable[..., Any], rank: int, num_ranks: int, store: str, args: Any
+    send: Connection,
+    fn: Callable[..., Any],
+    rank: int,
+    num_ranks: int,
+    store: str,
+    environment: dict[str, str],
+    args: Any,
 ) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    dist.set_debug_level_from_env()
     faulthandler.dump_traceback_later(TIMEOUT_S, exit=True, file=sys.stderr)
     torch.set_num_threads(1)
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import CONTEXT
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -109,13 +109,12 @@ def save_until_killed(rank: int, folder: Path, told: Connection) -> None:
 @pytest.mark.timeout(180)
 def test_full_disk_and_killed_rank_leave_the_checkpoints_before() -> None:
     """Every rank gets the error; the next save works; what was saved loads on one rank."""
-    context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         pipes, processes = [], []
         for rank in range(2):
-            receive, send = context.Pipe(duplex=False)
-            process = context.Process(target=save_until_killed, args=(rank, folder, send))
+            receive, send = CONTEXT.Pipe(duplex=False)
+            process = CONTEXT.Process(target=save_until_killed, args=(rank, folder, send))
             process.start()
             send.close()
             pipes.append(receive)

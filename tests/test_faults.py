@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from fsdp_cases import batch, build, loss_of
-from ranks import run_ranks
+from ranks import CONTEXT, run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -65,11 +64,10 @@ def train_until_killed(rank: int, store: str, dies_in: str, told: Connection) ->
 @pytest.mark.parametrize("dies_in", ("forward", "collective"))
 def test_a_killed_rank_ends_the_others_within_the_timeout(dies_in: str) -> None:
     """SIGKILL in forward, and in the middle of a reduce-scatter: the survivor raises."""
-    context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        receive, send = context.Pipe(duplex=False)
+        receive, send = CONTEXT.Pipe(duplex=False)
         processes = [
-            context.Process(
+            CONTEXT.Process(
                 target=train_until_killed, args=(rank, os.path.join(folder, "s"), dies_in, send)
             )
             for rank in range(2)

@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from meeting_cases import ALONE, DIES_AFTER, STEPS, TIMEOUT_S, left_alone, replica
+from ranks import CONTEXT
 
 from qsdp import Meeting
 
 
 def run(folder: Path, *, disturbed: bool) -> list[dict[str, Any]]:
     """Three replicas; disturbed, the last one dies in a round and is started again."""
-    context = mp.get_context("spawn")
     processes = [
-        context.Process(target=replica, args=(str(folder), name, disturbed and name == 2, False))
+        CONTEXT.Process(target=replica, args=(str(folder), name, disturbed and name == 2, False))
         for name in range(3)
     ]
     for process in processes:
@@ -32,7 +31,7 @@ def run(folder: Path, *, disturbed: bool) -> list[dict[str, Any]]:
             end = time.monotonic() + TIMEOUT_S
             while not (folder / ALONE).exists() and time.monotonic() < end:
                 time.sleep(0.05)
-            processes.append(context.Process(target=replica, args=(str(folder), 2, False, True)))
+            processes.append(CONTEXT.Process(target=replica, args=(str(folder), 2, False, True)))
             processes[3].start()
         end = time.monotonic() + TIMEOUT_S
         for process in processes:
@@ -69,8 +68,7 @@ def test_a_replica_dies_and_returns(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_who_is_left_in_a_group_is_told(tmp_path: Path) -> None:
     """Within the group's timeout, in one line; the step does not count, the weights stay."""
-    context = mp.get_context("spawn")
-    processes = [context.Process(target=left_alone, args=(str(tmp_path), r)) for r in range(2)]
+    processes = [CONTEXT.Process(target=left_alone, args=(str(tmp_path), r)) for r in range(2)]
     for process in processes:
         process.start()
     for process in processes:
