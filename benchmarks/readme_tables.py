@@ -14,18 +14,18 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from qsdp import QSDPConfig
 from qsdp.bench.output import COLUMNS
-from qsdp.sweep.spec import read_sweep
 from qsdp.trainer.report import comparison, read_runs
 
 ROOT = Path(__file__).parent.parent
 DEMO_RUNS = ("w32g32", "w8g8", "w4g4")  # as recipes/demo.sh names them
-PRESETS = ("w8g8", "w4g4", "w3g3")
+PRESETS = ("w8g8", "w4g4", "w3g3", "w2g2")
+# What the columns of the table of losses are called, and the results that they are made of.
+TEXTS = {"plays": "memory", "Wikipedia": "memory-wikipedia"}
 
 
 class Missing(Exception):
@@ -73,34 +73,35 @@ def demo_table(root: Path) -> str:
 
 
 def loss_table(root: Path) -> str:
-    """The presets among the cases of benchmarks/quality/techniques.json, from its results.
-
-    A preset's case is the one with its configuration, whatever its name.
-    """
-    folder = root / "benchmarks" / "quality"
-    results = folder / "results" / "techniques.json"
-    if not results.is_file():
-        raise Missing(f"{results.relative_to(root)} is not there: see docs/quality.md")
-    rows = {row["case"]: row for row in json.loads(results.read_text())}
-    configs = {
-        case.name: QSDPConfig.preset(case.comm)
-        if isinstance(case.comm, str)
-        else QSDPConfig.from_json(case.comm)
-        for case in read_sweep(folder / "techniques.json").cases
-        if case.name in rows
-    }
+    """The presets among the cases of benchmarks/quality/memory.json, on both texts."""
+    results = root / "benchmarks" / "quality" / "results"
+    columns = []
+    for name in TEXTS.values():
+        path = results / f"{name}.json"
+        if not path.is_file():
+            raise Missing(f"{path.relative_to(root)} is not there: see docs/quality.md")
+        content = json.loads(path.read_text())
+        rows = content.get("rows", []) if isinstance(content, dict) else []
+        columns.append({row["case"]: row for row in rows})
     cells = []
     for preset in PRESETS:
-        names = [name for name, config in configs.items() if config == QSDPConfig.preset(preset)]
-        if not names:
-            raise Missing(f"no case in {results.relative_to(root)} is the preset {preset}")
-        row = rows[names[0]]
-        change, error = row["change_percent"], row["change_error"]
-        spread = "" if error is None else f" ± {error:.2f} %"
-        seeds = str(len(row["seeds"]))
-        cells.append((f"`{preset}`", f"{row['bits']:.2f}", f"{change:+.2f} %{spread}", seeds))
-    header = "preset", "bits a value on the wire, all collectives", "change in perplexity", "seeds"
+        found = [rows[preset] for rows in columns if preset in rows]
+        if not found:
+            raise Missing(f"no case in {results.relative_to(root)}/memory.json is {preset}")
+        kept = f"{found[0]['kept_bytes']:.2f}" if found[0]["kept_bytes"] else "none"
+        changes = (change_of(rows.get(preset)) for rows in columns)
+        cells.append((f"`{preset}`", f"{found[0]['bits']:.2f}", kept, *changes))
+    header = "preset", "bits a value", "bytes kept a parameter", *TEXTS
     return markdown(header, cells)
+
+
+def change_of(row: dict[str, Any] | None) -> str:
+    """Of perplexity, with its standard error and the number of seeds."""
+    if row is None:
+        return "not run"
+    change, error, seeds = row["change_percent"], row["change_error"], len(row["seeds"])
+    spread = "" if error is None else f" ± {error:.2f} %"
+    return f"{change:+.2f} %{spread} ({seeds} seed{'s' if seeds > 1 else ''})"
 
 
 def kernels_table(root: Path) -> str:

@@ -13,7 +13,6 @@ from qsdp.bench.measure import Row
 from qsdp.bench.output import format_rows
 
 ROOT = Path(__file__).parent.parent
-COMMS = {"w8g8": "w8g8", "w4-by-another-name": "w4g4", "w3g3": "w3g3"}
 
 
 @pytest.fixture
@@ -24,12 +23,11 @@ def root(tmp_path: Path) -> Path:
         write_run(tmp_path / "runs" / "demo" / name, comm=name)
     results = tmp_path / "benchmarks" / "quality" / "results"
     results.mkdir(parents=True)
-    sweep = {"train": {}, "seeds": [1], "cases": {"w32g32": "w32g32", **COMMS}}
-    (results.parent / "techniques.json").write_text(json.dumps(sweep))
     numbers = {"bits": 5.0, "change_percent": 1.5, "change_error": None, "seeds": [1]}
-    rows = [{"case": name, **numbers} for name in COMMS]
-    rows[0] |= {"change_percent": -1.25, "change_error": 0.5, "seeds": [1, 2]}
-    (results / "techniques.json").write_text(json.dumps(rows))
+    rows = [{"case": name, "kept_bytes": 1.008, **numbers} for name in readme_tables.PRESETS]
+    rows[0] |= {"change_percent": -1.25, "change_error": 0.5, "seeds": [1, 2], "kept_bytes": 0.0}
+    (results / "memory.json").write_text(json.dumps({"rows": rows}))
+    (results / "memory-wikipedia.json").write_text(json.dumps({"rows": rows[1:]}))
     kernels = tmp_path / "benchmarks" / "results" / "kernels-cpu.txt"
     kernels.parent.mkdir()
     kernels.write_text(kernels_report())
@@ -61,8 +59,8 @@ def test_tables_are_those_of_the_files_and_a_second_run_changes_nothing(root: Pa
     lines = [" ".join(line.split()) for line in after.splitlines()]
     for name in readme_tables.DEMO_RUNS:
         assert f"{name} 40 12.35 13.58 1 kB 4.00x 500 300 100 100" in lines
-    assert "| `w8g8` | 5.00 | -1.25 % ± 0.50 % | 2 |" in lines
-    assert "| `w4g4` | 5.00 | +1.50 % | 1 |" in lines
+    assert "| `w8g8` | 5.00 | none | -1.25 % ± 0.50 % (2 seeds) | not run |" in lines
+    assert "| `w4g4` | 5.00 | 1.01 | +1.50 % (1 seed) | +1.50 % (1 seed) |" in lines
     head = "4 MiB of float32, block 1024, against a copy of the same tensor"
     assert f"| {head} | 1 thread | 2 threads |" in lines
     assert "| encode 8 bit, nearest and shift | 1.8x | 2.8x |" in lines
@@ -77,8 +75,9 @@ def test_tables_are_those_of_the_files_and_a_second_run_changes_nothing(root: Pa
     ("name", "path", "content"),
     [
         ("demo", "runs/demo/w4g4/result.json", None),
-        ("loss", "benchmarks/quality/results/techniques.json", "[]"),
-        ("loss", "benchmarks/quality/results/techniques.json", None),
+        ("loss", "benchmarks/quality/results/memory.json", '{"rows": []}'),
+        ("loss", "benchmarks/quality/results/memory.json", "[]"),
+        ("loss", "benchmarks/quality/results/memory-wikipedia.json", None),
         ("kernels", "benchmarks/results/kernels-cpu.txt", "op  bits  rounding  dtype\n"),
         ("kernels", "benchmarks/results/kernels-cpu.txt", None),
     ],
