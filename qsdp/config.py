@@ -245,7 +245,7 @@ class QSDPConfig:
         if not pair or not all(b == FULL_PRECISION or MIN_BITS <= b <= MAX_BITS for b in pair):
             raise ValueError(
                 f"unknown preset {name!r}: presets are w{{bits}}g{{bits}} with bits "
-                f"{MIN_BITS} to {MAX_BITS}, or {FULL_PRECISION} for full precision, as in w8g8; and "
+                f"{MIN_BITS} to {MAX_BITS}, or {FULL_PRECISION} for full precision (w8g8), and "
                 + ", ".join(_QSGD_BLOCKS)
             )
         return cls(_preset_weights(pair[0]), _preset_gradients(pair[1]))
