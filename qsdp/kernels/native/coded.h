@@ -71,16 +71,16 @@ INLINE int64_t rice_size(const uint8_t* magnitude, int64_t n, int64_t counted, i
   for (int r = 0; r == 0 || top >> (r - 1); r++) {
     int64_t sum = 0;
     for (int64_t at = 0; at < n; at += CHUNK) {
-      uint32_t some = 0;
+      uint16_t some = 0;
       for (int k = 0; k < CHUNK; k++) {
         const uint8_t m = magnitude[at + k];
-        some += uint32_t(uint8_t(m - (m >= less ? less : 0)) >> r);
+        some = uint16_t(some + (uint8_t(m - (m >= less ? less : 0)) >> r));
       }
       sum += some;
     }
     const int64_t bits = counted * (1 + r) + sum;
-    if (bits < best) best = bits, *parameter = r;
-    if (!sum) break;
+    if (bits >= best) break;  // differences from r to r grow
+    best = bits, *parameter = r;
   }
   return best;
 }
@@ -154,11 +154,27 @@ INLINE uint8_t* write_dense(const int8_t* k, int64_t n, int number, bool small, 
     writer.add(value < 0, 1);
   };
   int64_t i = 0;
+  for (; small && i + 4 <= n; i += 4) {
+    const Word a = two[uint8_t((k[i] & 15) | k[i + 1] << 4)];
+    const Word b = two[uint8_t((k[i + 2] & 15) | k[i + 3] << 4)];
+    if (a.size && b.size && a.size + b.size <= 56) {
+      writer.add(a.bits | uint64_t(b.bits) << a.size, int(a.size + b.size));
+      continue;
+    }
+    for (int j = 0; j < 4; j++) write_one(k[i + j]);
+  }
   for (; small && i + 2 <= n; i += 2) {
     const uint8_t pair = uint8_t((k[i] & 15) | k[i + 1] << 4);
     const Word word = two[pair];
     if (word.size)
       writer.add(word.bits, int(word.size));
+    else
+      write_one(k[i]), write_one(k[i + 1]);
+  }
+  for (; i + 2 <= n; i += 2) {
+    const Word a = one[uint8_t(k[i])], b = one[uint8_t(k[i + 1])];
+    if (a.size && b.size && a.size + b.size <= 56)
+      writer.add(a.bits | uint64_t(b.bits) << a.size, int(a.size + b.size));
     else
       write_one(k[i]), write_one(k[i + 1]);
   }
@@ -173,21 +189,28 @@ INLINE uint8_t* write_sparse(const int8_t* k, const uint8_t* magnitude, const Si
   const int number = sizes.number[1], r = sizes.gap_parameter;
   if (number) writer.add(uint64_t(r | (number - 1) << 4), 8);
   int64_t last = -1;
+  const Number* const elias = tables().elias;
   for_nonzero(magnitude, sizes.numel, [&](int64_t place) {
     const uint32_t gap = uint32_t(place - last), own = magnitude[place];
     last = place;
-    const Number far = number ? rice_number(gap - 1, r) : elias_number(gap);
+    const Number far = number        ? rice_number(gap - 1, r)
+                       : gap < KNOWN ? elias[gap]
+                                     : elias_number(gap);
+    const Number near = number ? rice_number(own - 1, number - 1) : elias[own];
+    if (far.size + 1 + near.size <= 56) {
+      const uint64_t negative = k[place] < 0;
+      writer.add(far.bits | (negative | near.bits << 1) << far.size, far.size + 1 + near.size);
+      return;
+    }
     if (far.size <= 48)
       writer.add(far.bits, far.size);
     else
       writer.add_rice(gap - 1, r);  // Elias numbers are shorter
     writer.add(k[place] < 0, 1);
-    if (!number) {
-      const Number n = elias_number(own);
-      writer.add(n.bits, n.size);
-    } else {
+    if (!number)
+      writer.add(near.bits, near.size);
+    else
       writer.add_rice(own - 1, number - 1);
-    }
   });
   return writer.end();
 }
@@ -284,60 +307,88 @@ struct BitReader {
   }
 };
 
-// The values of a dense stream, as int8 around zero; returns how many there are up to `n`.
-INLINE int64_t read_dense(BitReader& reader, int64_t n, int32_t coding, int top, int8_t* k) {
-  const int number = coding == RICE ? 1 + int(reader.take(4)) : 0;
-  const Found* const found = number < NUMBERS ? tables().found[number] : nullptr;
-  int64_t i = 0;
-  while (i < n) {
-    if (found) {
-      const Found next = found[reader.window() & ((1 << WINDOW) - 1)];
-      if (next.count && reader.at + next.size <= reader.size) {
-        store(k + i, next.values);
-        i += next.count, reader.at += next.size;
-        continue;
-      }
+// A dense stream and its values, as int8 around zero.
+struct Dense {
+  BitReader reader;
+  int number, top;
+  const Found* found;
+  int8_t* k;
+  int64_t n, i = 0;  // i: how many values there are; up to 7 more than n
+
+  Dense(const BitReader& bits, int64_t numel, int32_t coding, int top_, int8_t* to)
+      : reader(bits), number(0), top(top_), k(to), n(numel) {
+    if (coding == RICE) number = 1 + int(reader.take(4));
+    found = tables().found[number < NUMBERS ? number : 0];
+  }
+
+  // Reads some values, or one; whether there were any and more are wanted.
+  INLINE bool step() {
+    const Found next = found[reader.window() & ((1 << WINDOW) - 1)];
+    if (next.count && reader.at + next.size <= reader.size && number < NUMBERS) {
+      store(k + i, next.values);
+      i += next.count, reader.at += next.size;
+      return i < n;
     }
     const uint32_t magnitude = number ? reader.rice(number - 1) : reader.elias() - 1;
     const bool negative = !reader.over && magnitude && reader.take(1);
-    if (reader.over || magnitude > uint32_t(top)) break;
+    if (reader.over || magnitude > uint32_t(top)) return false;
     k[i++] = int8_t(negative ? -int(magnitude) : int(magnitude));
+    return i < n;
   }
-  return minimum(i, n);
-}
+
+  // The values that no encoder writes end it: how many come before.
+  INLINE int64_t good() const {
+    const int64_t count = minimum(i, n);
+    bool beyond = false;
+    for (int64_t at = 0; at < count; at++) beyond |= k[at] > top || k[at] < -top;
+    for (int64_t at = 0; beyond && at < count; at++)
+      if (k[at] > top || k[at] < -top) return at;
+    return count;
+  }
+};
 
 INLINE void read_sparse(BitReader& reader, int64_t n, int32_t coding, int top, int8_t* k) {
   memset(k, 0, size_t(n));
   if (!reader.size) return;
   const bool elias = coding == ELIAS;
   const int r = elias ? 0 : int(reader.take(4)), own = elias ? 0 : int(reader.take(4));
+  const Read* const known = tables().elias_read;
   int64_t at = -1;
   while (at + 1 < n && !reader.over) {
-    const int64_t gap = elias ? reader.elias() : int64_t(reader.rice(r)) + 1;
-    const bool negative = reader.take(1);
-    const uint32_t magnitude = elias ? reader.elias() : reader.rice(own) + 1;
+    const uint64_t bits = reader.window();
+    int64_t gap, magnitude;
+    int size;
+    bool negative;
+    if (elias) {
+      const Read far = known[bits & ((1 << WINDOW) - 1)];
+      const Read near = known[bits >> (far.size + 1) & ((1 << WINDOW) - 1)];
+      gap = far.number, magnitude = near.number, negative = bits >> far.size & 1;
+      size = far.size && near.size ? far.size + 1 + near.size : 64;
+    } else {
+      const int ones = __builtin_ctzll(~bits | uint64_t(1) << 20), far = ones + 1 + r;
+      const uint64_t rest = bits >> (far + 1);
+      const int few = __builtin_ctzll(~rest | uint64_t(1) << 10);
+      gap = (int64_t(ones) << r) + int64_t(bits >> (ones + 1) & ((1u << r) - 1)) + 1;
+      magnitude = (int64_t(few) << own) + int64_t(rest >> (few + 1) & ((1u << own) - 1)) + 1;
+      negative = bits >> far & 1;
+      size = ones < 20 && few < 10 ? far + 1 + few + 1 + own : 64;
+    }
+    if (size <= 56 && reader.at + size <= reader.size) {
+      reader.at += size;
+    } else {
+      gap = elias ? reader.elias() : int64_t(reader.rice(r)) + 1;
+      negative = reader.take(1);
+      magnitude = elias ? reader.elias() : int64_t(reader.rice(own)) + 1;
+    }
     at += gap;
-    if (reader.over || magnitude > uint32_t(top) || at >= n) return;
-    k[at] = int8_t(negative ? -int(magnitude) : int(magnitude));
+    if (reader.over || magnitude > top || at >= n) return;
+    k[at] = int8_t(negative ? -magnitude : magnitude);
   }
 }
 
-// Packs what a stream holds to `packed`.
-INLINE void read_block(int mode, const uint8_t* stream, int64_t bytes, const uint8_t* readable,
-                       int64_t n, const Planes& planes, int bits, int32_t coding, int8_t* k,
-                       uint8_t* packed) {
-  const int top = (1 << (bits - 1)) - 1;
-  BitReader reader(stream, bytes, readable);
-  int64_t good = n;
-  if (mode == 1) {
-    good = read_dense(reader, n, coding, top, k);
-    bool beyond = false;
-    for (int64_t i = 0; i < good; i++) beyond |= k[i] > top || k[i] < -top;
-    for (int64_t i = 0; beyond && i < good; i++)
-      if (k[i] > top || k[i] < -top) good = i;
-  } else {
-    read_sparse(reader, n, coding, top, k);
-  }
+// Packs integers, of which the first `good` are there and the others are 0.
+INLINE void pack_values(int8_t* k, int64_t good, int64_t n, const Planes& planes, int top,
+                        uint8_t* packed) {
   memset(k + good, 0, size_t(divide_up(n, CHUNK) * CHUNK - good));
   for (int64_t at = 0; at < n; at += CHUNK) {
     const int64_t count = minimum(n - at, CHUNK);

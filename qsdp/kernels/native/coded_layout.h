@@ -31,10 +31,11 @@ inline int64_t coders(const CodedLayout& layout, int32_t threads) {
 
 INLINE int64_t blocks_of(const CodedSpan& span) { return divide_up(span.numel, span.block_size); }
 
-// Calls body(span, planes, block of the layout, values, byte of the row) for blocks `begin` to `end`.
-template <class Body>
+// Calls body(span, planes, block of the layout, values, byte of the row) for blocks `begin` to
+// `end`, and after(), if there is one, while the planes of a span are still there.
+template <class Body, class After>
 INLINE void for_coded_blocks(const CodedLayout& layout, int64_t begin, int64_t end,
-                             const Body& body) {
+                             const Body& body, const After& after) {
   int64_t before = 0;
   for (int64_t i = 0; i < layout.num_spans && before < end; i++) {
     const CodedSpan& span = layout.spans[i];
@@ -44,8 +45,15 @@ INLINE void for_coded_blocks(const CodedLayout& layout, int64_t begin, int64_t e
       const int64_t n = minimum(size, span.numel - k * size);
       body(span, n == size ? full : rest, before + k, n, span.data_offset + k * full.bytes);
     }
+    after();
     before += count;
   }
+}
+
+template <class Body>
+INLINE void for_coded_blocks(const CodedLayout& layout, int64_t begin, int64_t end,
+                             const Body& body) {
+  for_coded_blocks(layout, begin, end, body, [] {});
 }
 
 // Bytes of the packed codes of the first blocks.

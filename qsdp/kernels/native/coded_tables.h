@@ -13,6 +13,7 @@ constexpr int PARAMETERS = 8;         // of Rice numbers that are magnitudes
 constexpr int NUMBERS = 1 + PARAMETERS;  // Elias, then Rice by parameter
 constexpr int WINDOW = 11;            // bits of a stream that a table is looked up by
 constexpr int AT_ONCE = 8;            // values that it gives at most
+constexpr uint32_t KNOWN = 512;       // Elias numbers below it are in a table
 
 // A number, first bit lowest. Of more than 64 bits, the size alone.
 struct Number {
@@ -62,15 +63,29 @@ struct Found {
   uint32_t count, size;
 };
 
+// An Elias number that a window begins with; size 0 where it is longer.
+struct Read {
+  uint8_t number, size;
+};
+
 struct Tables {
   Word one[NUMBERS][256];              // by a value as uint8
   Word two[NUMBERS][256];              // by the low four bits of one value, and of the next
   Found found[NUMBERS][1 << WINDOW];
   uint8_t elias_bits[18];              // of numbers with so many bits after the first
+  Number elias[KNOWN];
+  Read elias_read[1 << WINDOW];
 
   Tables() {
     for (int i = 0; i < 17; i++) elias_bits[i] = uint8_t(elias_number(1u << i).size);
     elias_bits[17] = 0;
+    memset(elias_read, 0, sizeof elias_read);
+    for (uint32_t n = 1; n < KNOWN; n++) {
+      elias[n] = elias_number(n);
+      const int size = elias[n].size;
+      for (uint64_t more = 0; size <= WINDOW && more < 1u << (WINDOW - size); more++)
+        elias_read[elias[n].bits | more << size] = {uint8_t(n), uint8_t(size)};
+    }
     for (int number = 0; number < NUMBERS; number++) fill(number);
   }
 
