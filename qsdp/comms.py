@@ -16,7 +16,6 @@ from qsdp.exchange import (
     Stages,
     Transfers,
     count_gather,
-    gather_between,
     gather_in_hops,
     gather_inside,
     own_row,
@@ -26,6 +25,7 @@ from qsdp.exchange import (
 )
 from qsdp.memory import KeptWeights
 from qsdp.param_group import AllGather, ParamGroup, ReduceScatter
+from qsdp.ragged import gather_encoded_between
 from qsdp.rows import decode_rows, take_rows
 from qsdp.stages import all_reduce_stages, gather_stages, piece_layout, reduce_stages
 from qsdp.stats import CommMeter
@@ -184,8 +184,8 @@ class QuantizedAllGather(ObservedAllGather):
                 # It may lie in the output.
                 values = values.clone() if kept.may_travel_whole(mark, looks, due) else values
             stock = (way.size - 1) * values.nbytes
-            count_gather(layout.row_bytes, kept.layout.row_bytes, way, meter, stock)
-            yield gather_between(wire, way)
+            inside = kept.layout.row_bytes
+            yield from gather_encoded_between(wire, layout, way, meter, inside, stock)
             with meter.phase("decode", device):
                 kept.arrived(wire, layout, _kept_rows(output, way), ranks)
             marks = layout.marks(wire)

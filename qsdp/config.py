@@ -33,6 +33,9 @@ FULL_PRECISION = 32
 # routers of mixtures of experts, and what state-space models exponentiate.
 EXACT = ("*.gate.*", "*.router.*", "*.A_log", "*.D", "*.dt_bias", "*.dt_proj.*")
 _FEW_BITS = 4  # to which presets do more than round
+# QSGD's experiments: blocks by bits, and tensors that are not worth it.
+_QSGD_BLOCKS = {"qsgd2": 128, "qsgd4": 512, "qsgd8": 512}
+_QSGD_MIN_NUMEL = 10_000
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,11 @@ class QSDPConfig:
             raise ValueError(
                 "QSDPConfig(inside_node=...) quantizes the first hop of gradients, and "
                 "gradients=None leaves them to FSDP2: set gradients, or inside_node=None"
+            )
+        if self.inside_node is not None and self.inside_node.coded:
+            raise ValueError(
+                f"QSDPConfig(inside_node=...) has coding={self.inside_node.coding!r}, and rows are "
+                'coded between nodes alone: set coding="fixed" there'
             )
         two_level = self.ranks_per_node not in (None, 1) or self.inside_node is not None
         if two_level and any(isinstance(way, Feedback) for way in gradients):
@@ -214,7 +222,8 @@ class QSDPConfig:
 
     @classmethod
     def preset(cls, name: str) -> QSDPConfig:
-        """The preset ``w{2..8|32}g{2..8|32}``: bits of weights and gradients, 32 for none.
+        """The preset ``w{2..8|32}g{2..8|32}``: bits of weights and gradients, 32 for none; or
+        ``qsgd2``, ``qsgd4``, ``qsgd8``.
 
         From 5 bits on in blocks of 1024: weights rounded by random shift, gradients stochastically
         on a grid that holds zero.
@@ -222,17 +231,24 @@ class QSDPConfig:
         about a byte of memory a parameter on every rank; gradients dithered after a Hadamard
         transform, in blocks of 128.
 
+        ``qsgd``: gradients alone, as QSGD's experiments have them (docs/systems/qsgd.md).
+
         Raises:
             ValueError: no such preset.
         """
+        if name in _QSGD_BLOCKS:
+            bits = int(name.removeprefix("qsgd"))
+            form = Quantizer(bits, _QSGD_BLOCKS[name], "stochastic", scaling="symmetric")
+            return cls(None, replace(form, coding="rice"), min_numel=_QSGD_MIN_NUMEL)
         match = re.fullmatch(r"w(\d+)g(\d+)", name) if isinstance(name, str) else None
-        bits = [int(text) for text in match.groups()] if match else []
-        if not bits or not all(b == FULL_PRECISION or MIN_BITS <= b <= MAX_BITS for b in bits):
+        pair = [int(text) for text in match.groups()] if match else []
+        if not pair or not all(b == FULL_PRECISION or MIN_BITS <= b <= MAX_BITS for b in pair):
             raise ValueError(
                 f"unknown preset {name!r}: presets are w{{bits}}g{{bits}} with bits "
-                f"{MIN_BITS} to {MAX_BITS}, or {FULL_PRECISION} for full precision, as in w8g8"
+                f"{MIN_BITS} to {MAX_BITS}, or {FULL_PRECISION} for full precision (w8g8), and "
+                + ", ".join(_QSGD_BLOCKS)
             )
-        return cls(_preset_weights(bits[0]), _preset_gradients(bits[1]))
+        return cls(_preset_weights(pair[0]), _preset_gradients(pair[1]))
 
     @classmethod
     def of(cls, value: object, caller: str) -> QSDPConfig:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 Rounding = Literal["nearest", "stochastic", "shift", "dither"]
-Scaling = Literal["minmax", "symmetric"]
+Scaling = Literal["minmax", "symmetric", "l2"]
 ScaleDtype = Literal["float32", "bfloat16"]
 Transform = Literal["hadamard"]
+Coding = Literal["fixed", "elias", "rice"]
 
 # What each field may be. The order of roundings is that of the numbers in the native kernels.
 CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -23,6 +24,8 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "scale_dtype": get_args(ScaleDtype),
     "transform": (None, *get_args(Transform)),
 }
+# How packed codes travel, in the order of the native numbers. No kernel that quantizes looks at it.
+CODINGS: tuple[str, ...] = get_args(Coding)
 MIN_BITS, MAX_BITS = 2, 8
 MIN_BLOCK, MAX_BLOCK, BLOCK_MULTIPLE = 32, 65536, 32
 
@@ -45,10 +48,15 @@ class Quantizer:
             block's extremes, with ``nearest``.
         scaling: ``minmax``, from the block's lowest value to its highest, or ``symmetric``: no
             offset is sent, zero decodes to zero, and there is one step less; with ``stochastic``
-            this is QSGD with max-norm scaling.
+            this is QSGD with max-norm scaling. ``l2`` is the same with the block's 2-norm in place
+            of its largest magnitude, as QSGD has it: few codes are not zero, which ``coding`` uses.
         scale_dtype: of scales and offsets on the wire. ``bfloat16`` halves them and makes steps up
             to 1/64 wider: for small blocks.
         transform: ``hadamard`` rotates every 32 values, which spreads outliers.
+        coding: of codes while they travel, without loss: ``fixed`` widths, ``elias`` omega numbers
+            as in QSGD, or ``rice`` numbers, which are shorter. For grids around zero, without
+            levels. Rows then have sizes of their own, never above ``fixed`` by more than 2 bytes a
+            block; values, sums and feedback are those of ``fixed``, bit for bit.
 
     Raises:
         ValueError: a field out of range, or fields that exclude each other.
@@ -61,6 +69,7 @@ class Quantizer:
     scaling: Scaling = "minmax"
     scale_dtype: ScaleDtype = "float32"
     transform: Transform | None = None
+    coding: Coding = "fixed"
 
     def __post_init__(self) -> None:
         if not _is_int(self.bits) or not MIN_BITS <= self.bits <= MAX_BITS:
@@ -88,8 +97,31 @@ class Quantizer:
                 'Quantizer(rounding="shift") moves the offset, which scaling="symmetric" does not '
                 'send and scale_dtype="bfloat16" cannot hold: take rounding="dither"'
             )
+        if self.levels is not None and self.scaling == "l2":
+            raise ValueError(
+                'Quantizer(scaling="l2") is for the uniform grid: set levels=None, or '
+                'scaling="symmetric"'
+            )
         if self.levels is not None:
             object.__setattr__(self, "levels", _checked_levels(self))
+        self._check_coding()
+
+    def _check_coding(self) -> None:
+        if self.coding not in CODINGS:
+            raise ValueError(
+                f"Quantizer(coding=...) must be one of {', '.join(CODINGS)}, got {self.coding!r}"
+            )
+        if self.coded and (not self.symmetric or self.levels is not None):
+            raise ValueError(
+                f"Quantizer(coding={self.coding!r}) is for grids around zero, and this one has "
+                f"scaling={self.scaling!r}{' and levels' if self.levels else ''}: set "
+                'scaling="symmetric" and levels=None, or coding="fixed"'
+            )
+
+    @property
+    def coded(self) -> bool:
+        """Whether codes travel in numbers of variable length."""
+        return self.coding != "fixed"
 
     @property
     def steps(self) -> int:
@@ -101,7 +133,7 @@ class Quantizer:
     @property
     def symmetric(self) -> bool:
         """Whether a block's grid is centred on zero, so that no offset is sent."""
-        return self.scaling == "symmetric"
+        return self.scaling != "minmax"
 
     @property
     def keeps_zeros(self) -> bool:
@@ -168,6 +200,7 @@ def format_name(quantizer: Quantizer) -> str:
         for name, allowed in CHOICES.items()
         if name != "rounding"
     ]
+    words.append(quantizer.coding if quantizer.coded else None)
     return " ".join(word for word in words if word)
 
 

@@ -14,12 +14,12 @@ from qsdp.buffers import pool
 from qsdp.exchange import (
     Route,
     Stages,
-    gather_in_hops,
     own_row,
     rows_of_all,
     swap_rows,
 )
 from qsdp.kernels.philox import derive_key
+from qsdp.ragged import gather_encoded, swap_encoded
 from qsdp.rows import decode_rows, encode_rows, sum_rows, take_rows
 from qsdp.stats import CommMeter
 from qsdp.wire import WireLayout, wire_layout
@@ -40,7 +40,7 @@ def gather_stages(
     with meter.phase("encode", device):
         values, own = input.view(1, -1), own_row(rows, way)
         encode_rows(values, layout, own, key=key, first_row=way.rank, sender=way.rank)
-    yield from gather_in_hops(rows, way, meter, stock=(way.size - 1) * input.nbytes)
+    yield from gather_encoded(rows, layout, way, meter, stock=(way.size - 1) * input.nbytes)
     with meter.phase("decode", device):
         decode_rows(rows, layout, output.view(*rows.shape[:-1], -1), way.global_ranks)
 
@@ -99,9 +99,12 @@ def _one_hop(
         if residual is not None:
             _keep_what_was_lost(residual, wire, layout, way.rank)
     stock = (way.size - 1) * output.numel() * input.element_size()
-    meter.count_rows(layout.row_bytes, way.size, stock=stock)
     arrived = _rows_to_receive(wire, input if reuse_input else None)
-    yield swap_rows(arrived, wire, range(way.size), way)
+
+    def count(sent: int) -> None:
+        meter.count_sent(sent, way.size, stock=stock)
+
+    yield from swap_encoded(arrived, wire, layout, range(way.size), way, meter, count)
     with meter.phase("decode", device):
         multiply, divide = factors
         sum_rows(arrived, layout, output, way.global_ranks, multiply=multiply, divide=divide)
@@ -120,11 +123,12 @@ def _two_hops(
 ) -> Stages:
     per_node, num_nodes, device = way.ranks_per_node, way.num_nodes, input.device
     key = derive_key(key, way.rank)
-    meter.count_hops(
-        (num_nodes - 1) * layout.row_bytes,
-        (per_node - 1) * num_nodes * inside.row_bytes,
-        stock=(way.size - 1) * output.numel() * input.element_size(),
-    )
+    stock = (way.size - 1) * output.numel() * input.element_size()
+
+    def count(between: int) -> None:
+        within = (per_node - 1) * num_nodes * inside.row_bytes
+        meter.count_hops(between, within, stock=stock)
+
     with meter.phase("encode", device):
         # To the rank of a place goes what this place owns, for every node.
         to_places = take_rows(way.size, inside, device).view(per_node, num_nodes, -1)
@@ -141,7 +145,7 @@ def _two_hops(
     with meter.phase("encode", device):
         to_nodes, from_nodes = (take_rows(num_nodes, layout, device) for _ in range(2))
         encode_rows(sums, layout, to_nodes, key=derive_key(key, 1), sender=way.node)
-    yield swap_rows(from_nodes, to_nodes, way.counterparts, way)
+    yield from swap_encoded(from_nodes, to_nodes, layout, way.counterparts, way, meter, count)
     with meter.phase("decode", device):
         senders = tuple(way.global_ranks[rank] for rank in way.counterparts)
         multiply, divide = factors

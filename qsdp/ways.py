@@ -44,6 +44,11 @@ class Learned:
                 'Learned(quantizer=...) must have rounding="nearest" and levels=None, '
                 f"got {self.quantizer}"
             )
+        if self.quantizer.coded or self.quantizer.scaling == "l2":
+            raise ValueError(
+                'Learned(quantizer=...) must have coding="fixed" and scaling="minmax" or '
+                f'"symmetric", got {self.quantizer}'
+            )
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,11 @@ class Differences:
         if self.kept is not None and self.kept.rounding != "nearest":
             raise ValueError(
                 f"Differences(kept=...) must have rounding='nearest', got {self.kept.rounding!r}"
+            )
+        if self.kept is not None and self.kept.coded:
+            raise ValueError(
+                "Differences(kept=...) stays where it is and must have coding='fixed', got "
+                f"{self.kept.coding!r}: set the coding of Differences(quantizer=...)"
             )
 
 

@@ -51,6 +51,7 @@ def step_bounds(quantizer: Quantizer, y: torch.Tensor) -> torch.Tensor:
     lo, hi = blocks.amin(-1), blocks.amax(-1)
     if quantizer.symmetric:
         hi = torch.maximum(lo.abs(), hi.abs())
+        hi = blocks.norm(dim=-1) if quantizer.scaling == "l2" else hi
         lo = -hi
     step = (hi - lo) / quantizer.steps
     if quantizer.scale_dtype == "bfloat16":
@@ -119,6 +120,7 @@ def test_finite_values_give_finite_values(quantizer: Quantizer) -> None:
     # A step is at most 2 * largest / steps, and with bfloat16 a little more; the inverse transform
     # adds up 32 errors, of values that are no larger.
     share = 2.1 if quantizer.transform is None else 2.1 * SIZE
+    share *= 64**0.5 if quantizer.scaling == "l2" else 1.0
     steps = 1 / widest_step(quantizer) if quantizer.levels else 2**quantizer.bits - 2
     assert (error <= share * largest / steps + 1e-40).all()
 
@@ -180,7 +182,7 @@ def test_scales_take_the_bytes_that_are_promised() -> None:
     [
         (
             {"scaling": "max"},
-            r"Quantizer\(scaling=...\) must be one of minmax, symmetric, got 'max'",
+            r"Quantizer\(scaling=...\) must be one of minmax, symmetric, l2, got 'max'",
         ),
         ({"scale_dtype": "half"}, "must be one of float32, bfloat16, got 'half'"),
         ({"transform": "dct"}, "must be one of None, hadamard, got 'dct'"),
@@ -299,3 +301,33 @@ def test_maps_of_zeros(dtype: torch.dtype) -> None:
         for backend in (reference, cpu):
             backend.decode(wire, layout, decoded.fill_(-1.0))
             assert not decoded[:, 7:].any() and decoded[:, :7].all(), "as the map says"
+
+
+def test_two_norm_is_that_of_the_values() -> None:
+    """Of any size, within the cut to 23 bits; at least the largest value, and at most 2^126."""
+    x = torch.randn(20, 512, generator=torch.Generator().manual_seed(9)) ** 3
+    for factor in (1.0, 2.0**-100, 2.0**-135, 2.0**100, 2.0**-60):
+        scaled = x * factor
+        most = scaled.abs().amax(-1)
+        found, exact = blocks.two_norm(scaled, most), scaled.double().norm(dim=-1)
+        assert (found >= most).all()
+        assert ((found.double() - exact).abs() <= 2.0**-20 * exact + 2.0**-148).all()
+    edges = torch.tensor([[0.0, 0.0], [2.0**126, 2.0**126], [3e38, -3e38], [2.0**-149, 0.0]])
+    most = edges.abs().amax(-1)
+    assert torch.equal(blocks.two_norm(edges, most), torch.maximum(most, most.clamp(max=2.0**126)))
+
+
+def test_two_norm_is_the_papers_quantizer() -> None:
+    """QSGD: unbiased, variance at most min(n / s^2, sqrt(n) / s) |v|^2, and few codes not zero."""
+    n, s = 512, 1
+    x = torch.randn(n, generator=torch.Generator().manual_seed(10))
+    quantizer = Quantizer(2, n, "stochastic", scaling="l2")
+    draws = torch.stack([round_trip(quantizer, x, key) for key in range(400)]).double()
+    errors = (draws - x).square().sum(1)
+    bound = min(n / s**2, n**0.5 / s) * x.square().sum()
+    assert errors.mean() + 4 * errors.std() / 20 <= bound * (1 + 2.0**-15)
+    nonzero = draws.ne(0).sum(1).double()
+    assert nonzero.mean() <= s * (s + n**0.5)
+    share = x.double().abs() / x.double().norm()
+    spread = (share * (1 - share)).sqrt() * x.norm() / 20
+    assert ((draws.mean(0) - x).abs() <= 5 * spread + 1e-3).all()

@@ -68,7 +68,8 @@ def test_every_format_is_every_quantizer() -> None:
         allowed += 1
         assert form in found
     assert allowed == len(found)
-    assert {*CHOICES, "bits", "block_size", "levels"} == {f.name for f in fields(Quantizer)}
+    named = {*CHOICES, "bits", "block_size", "levels", "coding"}
+    assert named == {f.name for f in fields(Quantizer)}
     plain = {*CHOICES["rounding"], "nearest levels"}
     assert {format_name(form) for form in PLAIN} == plain
     assert {format_name(form) for form in found[: len(PLAIN)]} == plain, "plain formats come first"

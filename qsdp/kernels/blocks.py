@@ -5,7 +5,8 @@ below is one of those operations, so it can be transcribed.
 
 [Note: quantizing a block] ``L``, the number of steps of the grid, is ``2^bits - 1``; lo and hi are
 the block's extremes. With symmetric scaling hi is the larger magnitude, ``lo = -hi``, and L is
-``2^bits - 2``, so that zero lies on the grid. With levels L is 1.
+``2^bits - 2``, so that zero lies on the grid. With "l2" scaling the same holds with the block's
+norm as hi: see :func:`two_norm`. With levels L is 1.
 
 1. A NaN or infinity anywhere: scale and offset are NaN, all codes zero; the block decodes to NaN.
 2. ``p`` is a power of two that keeps the arithmetic in range: 1, or 2^64 for a range below 2^-64,
@@ -107,6 +108,7 @@ def block_grid(x: torch.Tensor, quantizer: Quantizer) -> BlockGrid:
     lo, hi = x.amin(-1) + 0.0, x.amax(-1) + 0.0  # adding 0.0 turns -0.0 into 0.0
     if symmetric:
         hi = torch.maximum(lo.abs(), hi.abs())
+        hi = two_norm(x, hi) if quantizer.scaling == "l2" else hi
         lo = -hi
     extreme = torch.maximum(lo.abs(), hi.abs()) > HUGE
     quarter = torch.where(extreme, 0.25, 1.0)
@@ -138,6 +140,25 @@ def block_grid(x: torch.Tensor, quantizer: Quantizer) -> BlockGrid:
         torch.where(finite, torch.where(huge, -scale, scale), torch.nan),
         torch.where(finite, offset, torch.nan),
     )
+
+
+def two_norm(x: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+    """2-norms of blocks (..., numel) float32, finite, whose largest magnitudes are ``most``.
+
+    Magnitudes are cut to multiples of 2^(e - 23), with 2^e the power of two above the largest: so
+    the sum of their squares is one of integers, and no order of summation matters. Its root is
+    taken in float64 and rounded to float32. At least ``most``, so that the grid covers the block;
+    and at most HUGE, or ``most`` where that is more.
+    """
+    small = torch.where(most < TINY, 1 / TINY, 1.0)
+    exponent = ((most * small).view(torch.int32) >> 23) - 126
+    up, down = ((exponent * sign + 127) << 23 for sign in (-1, 1))
+    up, down = (up + (23 << 23)).view(torch.float32), (down - (23 << 23)).view(torch.float32)
+    cut = ((x.abs() * small[..., None]) * up[..., None]).to(torch.int64)
+    root = (cut * cut).sum(-1).double().sqrt().float()
+    norm = (root * down) * torch.where(most < TINY, TINY, 1.0)
+    usable = (most > 0) & (most <= HUGE)
+    return torch.where(usable, torch.maximum(most, norm.clamp(max=HUGE)), most)
 
 
 def quantize_on(

@@ -108,7 +108,7 @@ def _span(span: Span, zero_map: slice | None) -> _Span:
         quantizer.bits,
         _ROUNDINGS.index(quantizer.rounding),
         quantizer.steps,
-        quantizer.symmetric,
+        quantizer.symmetric + (quantizer.scaling == "l2"),  # 2: TWO_NORM
         quantizer.scale_dtype == "bfloat16",
         quantizer.transform == "hadamard",
         *tables,

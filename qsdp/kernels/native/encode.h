@@ -122,6 +122,20 @@ INLINE Extremes rotate_and_scan(const char* x, int64_t n, float* y) {
   return extremes;
 }
 
+// The block's norm in place of its extremes. `y`: what rotate_and_scan has left there.
+template <class T>
+INLINE void take_norm(const Span& span, const char* x, int64_t n, float* y, Extremes& extremes) {
+  if (!span.rotated)
+    return stretch_to_norm<T>(extremes, [&](const auto& add) { add(x, n); });
+  stretch_to_norm<Float32>(extremes, [&](const auto& add) {
+    for (int64_t at = 0; at < n; at += ROTATED) {
+      const int64_t count = minimum(n - at, ROTATED);
+      if (n > ROTATED) rotate<T>(x + at * T::SIZE, count, y);
+      add(reinterpret_cast<const char*>(y), count);
+    }
+  });
+}
+
 // Codes of a rotated block; of one that is larger than y, with its values rotated once more.
 template <class T>
 INLINE void quantize_rotated(const char* x, int64_t n, const Source& source, const Planes& planes,
@@ -157,9 +171,10 @@ INLINE void encode_blocks(const EncodeJob& job, const Blocks& blocks, const Plan
   for (int64_t k = 0; k < blocks.count; k++) {
     const int64_t n = minimum(size, blocks.numel - k * size);
     const char* x = blocks.x + k * size * T::SIZE;
-    const Extremes extremes = span.rotated ? rotate_and_scan<T>(x, n, y + k * size)
-                              : content    ? scan<true, T>(x, n)
-                                           : scan<false, T>(x, n);
+    Extremes extremes = span.rotated ? rotate_and_scan<T>(x, n, y + k * size)
+                        : content    ? scan<true, T>(x, n)
+                                     : scan<false, T>(x, n);
+    if (span.symmetric == TWO_NORM) take_norm<T>(span, x, n, y + k * size, extremes);
     const Counter counter = {blocks.first.block + uint32_t(k), blocks.first.segment,
                              blocks.first.row};
     draft_block(job, span, counter, extremes, drafts[k], blocks.meta + k * meta_size);
