@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, Literal, cast
 
-from qsdp.quantizer import MAX_BITS, MIN_BITS, Quantizer
+from qsdp.quantizer import MAX_BITS, Quantizer
 from qsdp.ways import (
     ALLOWED,
     DIRECTIONS,
@@ -29,6 +29,7 @@ from qsdp.ways import (
 )
 
 FULL_PRECISION = 32
+MIN_BITS = 2  # of presets
 # Parameters that are few, that decide much, and that other low-precision training leaves alone:
 # routers of mixtures of experts, and what state-space models exponentiate.
 EXACT = ("*.gate.*", "*.router.*", "*.A_log", "*.D", "*.dt_bias", "*.dt_proj.*")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 Rounding = Literal["nearest", "stochastic", "shift", "dither"]
-Scaling = Literal["minmax", "symmetric"]
+Scaling = Literal["minmax", "symmetric", "mean"]
 ScaleDtype = Literal["float32", "bfloat16"]
 Transform = Literal["hadamard"]
 
@@ -23,7 +23,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "scale_dtype": get_args(ScaleDtype),
     "transform": (None, *get_args(Transform)),
 }
-MIN_BITS, MAX_BITS = 2, 8
+MIN_BITS, MAX_BITS = 1, 8
 MIN_BLOCK, MAX_BLOCK, BLOCK_MULTIPLE = 32, 65536, 32
 
 
@@ -36,7 +36,7 @@ class Quantizer:
     scaling is min-max and scales are float32.
 
     Attributes:
-        bits: of a code, 2 to 8.
+        bits: of a code, 1 to 8.
         block_size: values that share a scale, a multiple of 32 from 32 to 65536.
         rounding: ``nearest`` (error at most half a step), ``stochastic`` (unbiased, error under one
             step), ``shift`` (random shift, one draw a block: unbiased, at most half a step) or
@@ -45,7 +45,8 @@ class Quantizer:
             block's extremes, with ``nearest``.
         scaling: ``minmax``, from the block's lowest value to its highest, or ``symmetric``: no
             offset is sent, zero decodes to zero, and there is one step less; with ``stochastic``
-            this is QSGD with max-norm scaling.
+            this is QSGD with max-norm scaling. ``mean`` is for one bit: of every value its sign
+            travels, and of a block its mean magnitude, so that values decode to plus or minus that.
         scale_dtype: of scales and offsets on the wire. ``bfloat16`` halves them and makes steps up
             to 1/64 wider: for small blocks.
         transform: ``hadamard`` rotates every 32 values, which spreads outliers.
@@ -88,6 +89,7 @@ class Quantizer:
                 'Quantizer(rounding="shift") moves the offset, which scaling="symmetric" does not '
                 'send and scale_dtype="bfloat16" cannot hold: take rounding="dither"'
             )
+        _check_one_bit(self)
         if self.levels is not None:
             object.__setattr__(self, "levels", _checked_levels(self))
 
@@ -96,16 +98,20 @@ class Quantizer:
         """Steps between the lowest and the highest point of a block's grid; 1 with levels."""
         if self.levels is not None:
             return 1
-        return (1 << self.bits) - (2 if self.symmetric else 1)
+        return (1 << self.bits) - (2 if self.scaling == "symmetric" else 1)
 
     @property
     def symmetric(self) -> bool:
         """Whether a block's grid is centred on zero, so that no offset is sent."""
-        return self.scaling == "symmetric"
+        return self.scaling != "minmax"
 
     @property
     def keeps_zeros(self) -> bool:
-        """Whether 32 zeros of a block decode to zeros, whatever else is in the block."""
+        """Whether zeros need no map to arrive as zeros.
+
+        32 zeros of a block decode to zeros, whatever else is in the block; with mean scaling a
+        block of zeros does, and a map would cost more than it is worth beside one bit.
+        """
         return self.symmetric and self.rounding in ("nearest", "stochastic") and not self.levels
 
     @classmethod
@@ -136,7 +142,8 @@ class Quantizer:
 def every_format(bits: int = 4, block_size: int = 1024) -> list[Quantizer]:
     """All quantizers that differ in more than numbers: what tests and benchmarks go through.
 
-    Levels are the table of :func:`uneven_levels`. Plain formats come first.
+    Levels are the table of :func:`uneven_levels`; formats for one bit have one. Plain formats come
+    first.
     """
     found = []
     combinations = itertools.product(*(range(len(allowed)) for allowed in CHOICES.values()), (0, 1))
@@ -147,8 +154,9 @@ def every_format(bits: int = 4, block_size: int = 1024) -> list[Quantizer]:
             for (name, allowed), place in zip(CHOICES.items(), places, strict=True)
         }
         levels = uneven_levels(bits) if with_levels else None
+        width = 1 if chosen["scaling"] == "mean" else bits
         try:
-            found.append(Quantizer(bits, block_size, levels=levels, **chosen))
+            found.append(Quantizer(width, block_size, levels=levels, **chosen))
         except ValueError:
             continue  # fields that exclude each other
     return found
@@ -173,6 +181,22 @@ def format_name(quantizer: Quantizer) -> str:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_one_bit(quantizer: Quantizer) -> None:
+    one_bit, scaling = quantizer.bits == 1, quantizer.scaling
+    if one_bit and scaling == "symmetric":
+        raise ValueError(
+            'Quantizer(scaling="symmetric") needs 2 bits or more, for zero and a step to each '
+            'side, got bits=1: take scaling="mean" or "minmax"'
+        )
+    if scaling == "mean" and not (
+        one_bit and quantizer.rounding == "nearest" and quantizer.levels is None
+    ):
+        raise ValueError(
+            'Quantizer(scaling="mean") sends signs: it needs bits=1, rounding="nearest" and '
+            f"levels=None, got bits={quantizer.bits}, rounding={quantizer.rounding!r}"
+        )
 
 
 def _checked_levels(quantizer: Quantizer) -> tuple[float, ...]:

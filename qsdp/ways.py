@@ -39,10 +39,11 @@ class Learned:
     def __post_init__(self) -> None:
         require_kind("Learned", "quantizer", self.quantizer, (Quantizer,))
         require_kind("Learned", "schedule", self.schedule, (LevelSchedule,))
-        if self.quantizer.rounding != "nearest" or self.quantizer.levels is not None:
+        fixed = self.quantizer.levels is not None or self.quantizer.scaling == "mean"
+        if self.quantizer.rounding != "nearest" or fixed:
             raise ValueError(
-                'Learned(quantizer=...) must have rounding="nearest" and levels=None, '
-                f"got {self.quantizer}"
+                'Learned(quantizer=...) must have rounding="nearest" and levels=None, and a '
+                f'grid between extremes, not scaling="mean", got {self.quantizer}'
             )
 
 

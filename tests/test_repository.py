@@ -59,7 +59,7 @@ NOT_PRIVATE = {"_asdict", "_replace", "_make", "_fields", "_field_defaults", "_n
 
 MAX_LINES = 400
 MAX_FUNCTION_LINES = 60
-MAX_CORE_LINES = 6700  # 1,500 of them Triton, 300 the bridge to C++
+MAX_CORE_LINES = 6760  # 1,500 of them Triton, 300 the bridge to C++
 
 
 def name_of(path: Path) -> str:
