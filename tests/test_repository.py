@@ -31,7 +31,7 @@ LAYERS = (
     {"exchange", "memory", "residuals"},
     {"agreement", "stages"},
     {"collectives"},
-    {"param_group"},
+    {"param_group", "feedback"},
     {"unit", "contract"},
     {"comms"},
     {"fsdp", "ddp"},
@@ -59,7 +59,7 @@ NOT_PRIVATE = {"_asdict", "_replace", "_make", "_fields", "_field_defaults", "_n
 
 MAX_LINES = 400
 MAX_FUNCTION_LINES = 60
-MAX_CORE_LINES = 6760  # 1,500 of them Triton, 300 the bridge to C++
+MAX_CORE_LINES = 6950  # 1,500 of them Triton, 300 the bridge to C++
 
 
 def name_of(path: Path) -> str:
