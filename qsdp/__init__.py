@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from qsdp.rows import decode, encode, wire_bytes
     from qsdp.state import comm_state_dict, load_comm_state_dict
     from qsdp.stats import CommStats
-    from qsdp.ways import Differences, Feedback, Learned, Ways
+    from qsdp.ways import Differences, Feedback, Learned, Warmup, Ways
 
 __version__ = "0.1.0"
 
@@ -49,6 +49,7 @@ __all__ = [
     "ReplicaSync",
     "SyncConfig",
     "SyncSchedule",
+    "Warmup",
     "Ways",
     "all_gather_quantized",
     "all_reduce_quantized",
@@ -90,7 +91,7 @@ _NAMES = {
     "rows": ("decode", "encode", "wire_bytes"),
     "state": ("comm_state_dict", "load_comm_state_dict"),
     "stats": ("CommStats",),
-    "ways": ("Differences", "Feedback", "Learned", "Ways"),
+    "ways": ("Differences", "Feedback", "Learned", "Warmup", "Ways"),
 }
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, Literal, cast
 
-from qsdp.quantizer import MAX_BITS, MIN_BITS, Quantizer
+from qsdp.quantizer import MAX_BITS, Quantizer
 from qsdp.ways import (
     ALLOWED,
     DIRECTIONS,
@@ -20,15 +20,18 @@ from qsdp.ways import (
     Direction,
     Feedback,
     Learned,
+    Warmup,
     Way,
     Ways,
     require_kind,
+    warmup_from_json,
     way_from_json,
     way_to_json,
     ways_from_json,
 )
 
 FULL_PRECISION = 32
+MIN_BITS = 2  # of presets
 # Parameters that are few, that decide much, and that other low-precision training leaves alone:
 # routers of mixtures of experts, and what state-space models exponentiate.
 EXACT = ("*.gate.*", "*.router.*", "*.A_log", "*.D", "*.dt_bias", "*.dt_proj.*")
@@ -59,6 +62,7 @@ class QSDPConfig:
         inside_node: quantizer of the gradients inside a node, or None for their own dtype there.
         replicas: the way of the gradients between HSDP's replicas: a Quantizer or
             :class:`Feedback`; None leaves them to FSDP2's own all-reduce.
+        warmup: how gradients travel at first, between replicas too; None as later.
         min_numel: parameters with fewer elements (counted unsharded) travel in full precision, as
             vectors always do, whether they have one dimension or one column (packed weights).
         seed: of the random rounding, 64 bits.
@@ -79,6 +83,7 @@ class QSDPConfig:
     ranks_per_node: int | None = None
     inside_node: Quantizer | None = None
     replicas: Quantizer | Feedback | None = None
+    warmup: Warmup | None = None
     min_numel: int = 1024
     seed: int = 0
     verify: bool = False
@@ -86,6 +91,7 @@ class QSDPConfig:
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():
             require_kind("QSDPConfig", name, getattr(self, name), allowed)
+        require_kind("QSDPConfig", "warmup", self.warmup, (Warmup, None))
         if not isinstance(self.verify, bool):
             raise TypeError(f"QSDPConfig(verify=...) must be True or False, got {self.verify!r}")
         for name, top in (("min_numel", 2**63), ("seed", 2**64)):
@@ -120,11 +126,10 @@ class QSDPConfig:
                 f"QSDPConfig(inside_node=...) has coding={self.inside_node.coding!r}, and rows are "
                 'coded between nodes alone: set coding="fixed" there'
             )
-        two_level = self.ranks_per_node not in (None, 1) or self.inside_node is not None
-        if two_level and any(isinstance(way, Feedback) for way in gradients):
+        if self.warmup is not None and not any((*gradients, self.replicas)):
             raise ValueError(
-                "QSDPConfig: Feedback for gradients does not go with two-level collectives: leave "
-                "ranks_per_node and inside_node out (gradients then travel flat)"
+                "QSDPConfig(warmup=...) is for gradients that are quantized later, and gradients "
+                "and replicas are None: set one of them, or warmup=None"
             )
 
     def ways(self, direction: Literal["weights", "gradients"]) -> list[Way]:
@@ -185,6 +190,7 @@ class QSDPConfig:
         """JSON values that :meth:`from_json` takes."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {name: way_to_json(values[name]) for name in ALLOWED}
+        values["warmup"] = self.warmup and asdict(self.warmup)
         values["exceptions"] = {
             pattern: {name: way_to_json(way) for name, way in vars(ways).items()}
             for pattern, ways in self._exceptions
@@ -211,6 +217,8 @@ class QSDPConfig:
         for name in ALLOWED:
             if name in values:
                 values[name] = way_from_json(values[name], name)
+        if values.get("warmup") is not None:
+            values["warmup"] = warmup_from_json(values["warmup"])
         if isinstance(values.get("exceptions"), Mapping):
             values["exceptions"] = {
                 pattern: ways_from_json(ways, f"exceptions[{pattern!r}]")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from qsdp import Differences, Feedback, Learned, LevelSchedule, QSDPConfig, Quantizer, Ways
+from qsdp import Differences, Feedback, Learned, LevelSchedule, QSDPConfig, Quantizer, Warmup, Ways
 from qsdp.ways import DIRECTIONS, quantizer_of
 
 WIDTHS = (*range(2, 9), 32)
@@ -51,6 +51,8 @@ def test_unknown_presets_are_named(name: str) -> None:
         ({"gradients": "w8"}, "QSDPConfig(gradients=...)"),
         ({"min_numel": -1}, "QSDPConfig(min_numel=...) must be an integer from 0"),
         ({"seed": 1.5}, "QSDPConfig(seed=...)"),
+        ({"warmup": 3}, "QSDPConfig(warmup=...) must be a qsdp.Warmup or None, got 3"),
+        ({"warmup": Warmup(3), "gradients": None}, "set one of them, or warmup=None"),
         ({"seed": 2**64}, "QSDPConfig(seed=...)"),
         ({"verify": 1}, "QSDPConfig(verify=...) must be True or False, got 1"),
         ({"ranks_per_node": 0}, "QSDPConfig(ranks_per_node=...) must be an integer of at least 1"),
@@ -59,20 +61,8 @@ def test_unknown_presets_are_named(name: str) -> None:
             "set it to the ranks of a node, or to None",
         ),
         (
-            {"inside_node": NEAREST, "gradients": FED_BACK},
-            "Feedback for gradients does not go with two-level collectives",
-        ),
-        (
             {"inside_node": NEAREST, "ranks_per_node": 2, "gradients": None},
             "set gradients, or inside_node=None",
-        ),
-        (
-            {"gradients": FED_BACK, "ranks_per_node": 2},
-            "Feedback for gradients does not go with two-level collectives",
-        ),
-        (
-            {"exceptions": {"*.a": Ways(None, FED_BACK)}, "ranks_per_node": 2},
-            "Feedback for gradients does not go with two-level collectives",
         ),
     ),
 )
@@ -135,6 +125,8 @@ def test_json_round_trip() -> None:
         ),
         QSDPConfig(Differences(NEAREST, kept=None), Feedback(learned), replicas=FED_BACK),
         QSDPConfig(KEPT, FED_BACK, seed=7, min_numel=3),
+        QSDPConfig(None, Feedback(NEAREST, 0.5, NEAREST), warmup=Warmup(3, NEAREST)),
+        QSDPConfig(None, FED_BACK, warmup=Warmup(3)),
         QSDPConfig(None, None),
     ):
         assert QSDPConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
@@ -166,6 +158,12 @@ def test_json_round_trip() -> None:
             "must be one of kmeans, gradient, got 'x'",
         ),
         ({"gradients": {"feedback": 4}}, "gradients.feedback must be a mapping"),
+        ({"gradients": {"feedback": {}, "decay": 2}}, "must be from 0 to 1, got 2"),
+        ({"gradients": {"feedback": {}, "decay": "1"}}, "must be a number, got '1'"),
+        ({"gradients": {"feedback": {}, "memory": {}}}, "must have rounding='nearest'"),
+        ({"gradients": {"feedback": {}, "kept": {}}}, "goes 'decay' and 'memory'"),
+        ({"warmup": {"step": 3}}, "warmup must have the fields steps and gradients"),
+        ({"warmup": {"steps": 0}}, "must be an integer of at least 1, got 0"),
         ({"exceptions": {"*": {"weights": 4}}}, "must have the fields weights and gradients"),
         (
             {"exceptions": {"*": {"weights": 4, "gradients": None}}},

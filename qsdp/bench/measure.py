@@ -123,7 +123,9 @@ def measured_formats(op: str, bits: int, dtype: torch.dtype) -> Iterator[Quantiz
         if op.startswith("decode") and form.rounding in ("stochastic", "shift"):
             continue
         size = SMALL_BLOCK if form.scale_dtype == "bfloat16" else BLOCK_SIZE
-        yield with_bits(form, bits, size)
+        measured = with_bits(form, bits, size)
+        if measured.bits == bits:  # a format may not have this width
+            yield measured
 
 
 def _values(settings: Settings, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,6 +33,14 @@ dither the error is at most ``scale/2``, for stochastic under ``scale``, beside 
 becomes ``-(unit * L/2)``: products of 8 by 8 bits, exact. The grid covers the block. It is coarser
 by less than 1/128, and by |lo|/128 where the block lies far from zero.
 
+[Note: mean scaling] Codes are signs: 1 where x >= 0, else 0. The grid has two points, plus and
+minus the mean magnitude: L is 1, and in step 2 dp is twice the mean of ``|x|*p``. That is a sum of
+integers, so the order of adding does not matter: with ``2^e > hi*p >= 2^(e-1)`` and n values,
+
+    dp = float32(sum of floor(|x|*p * 2^(23-e))) / n * 2^(e-22)
+
+and zero in a block of zeros. With bfloat16 scales it is rounded up like any other.
+
 With a transform all this holds for the transformed values: see :mod:`qsdp.kernels.transform`.
 """
 
@@ -121,6 +129,8 @@ def block_grid(x: torch.Tensor, quantizer: Quantizer) -> BlockGrid:
     restored = torch.where(extreme & ~huge, 4.0, torch.where(tiny, 1 / TINY, 1.0))
     base = lo * restored
     dp = hi * restored - base
+    if quantizer.scaling == "mean":
+        dp = twice_the_mean(x, hi * restored, torch.where(huge, 0.25, restored))
     unit = dp / torch.full_like(dp, top)
     scale = torch.where(tiny, unit * TINY, unit)
     if rounded:
@@ -161,6 +171,15 @@ def two_norm(x: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
     return torch.where(usable, torch.maximum(most, norm.clamp(max=HUGE)), most)
 
 
+def twice_the_mean(x: torch.Tensor, largest: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """dp of [Note: mean scaling] for (..., numel) float32 and each block's hi*p and p."""
+    exponent = largest.view(torch.int32) >> 23  # as it is stored: e + 126
+    exponent = torch.where(largest == 0, 127, exponent)
+    down, up = (bits.view(torch.float32) for bits in (276 - exponent << 23, exponent - 21 << 23))
+    total = (x.abs() * p[..., None] * down[..., None]).to(torch.int64).sum(-1).float()
+    return total / torch.full_like(total, x.shape[-1]) * up
+
+
 def quantize_on(
     grid: BlockGrid, x: torch.Tensor, quantizer: Quantizer, r: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -169,7 +188,9 @@ def quantize_on(
     q = torch.round((x * grid.p[..., None] - grid.base[..., None]) * grid.inverse[..., None])
     q = q.clamp(0.0, float(FRACTION * quantizer.steps)).to(torch.int64)
     offset = grid.offset
-    if quantizer.levels is not None:
+    if quantizer.scaling == "mean":
+        code = (x >= 0).long()
+    elif quantizer.levels is not None:
         code = torch.bucketize(q, level_thresholds(quantizer.levels).to(x.device), right=True)
     else:
         code = round_positions(q, r[..., None] if r.ndim < x.ndim else r)

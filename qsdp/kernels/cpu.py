@@ -19,7 +19,7 @@ from qsdp.wire import WireLayout
 NAME = "cpu"
 
 LIBRARY = Path(__file__).with_name("_cpu.so")
-ABI = 8  # of cpu.cpp; a library with another number was left over from another version
+ABI = 9  # of cpu.cpp; a library with another number was left over from another version
 
 _MEND = "install a C++ compiler (g++ or clang++), then reinstall qsdp: pip install --no-deps "
 _MEND += "--force-reinstall qsdp"

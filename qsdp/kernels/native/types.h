@@ -12,7 +12,7 @@
 namespace {
 
 // Bumped whenever Span, Layout or a signature in cpu.cpp changes: cpu.py refuses a stale library.
-constexpr int ABI = 8;
+constexpr int ABI = 9;
 
 enum Dtype : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
 enum Rounding : int32_t { NEAREST, STOCHASTIC, SHIFT, DITHER };
@@ -28,6 +28,7 @@ struct Span {
   int32_t symmetric;   // no offset on the wire; TWO_NORM: the scale follows from the norm
   int32_t short_meta;  // scales and offsets are bfloat16
   int32_t rotated;     // the transform: groups of ROTATION values
+  int32_t mean;        // codes are signs, and the scale follows from the mean magnitude
   const float* levels;         // 2^bits numbers, or null for the uniform grid
   const int32_t* level_tree;   // thresholds as quantize_few_levels wants them, up to 4 bits
   const uint8_t* level_codes;  // the code of each of the 65537 positions, from 5 bits on

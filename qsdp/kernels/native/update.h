@@ -90,7 +90,7 @@ class Fast {
   static bool takes(const UpdateJob& job, int64_t index) {
     const Span &span = job.layout->spans[index], &kept = job.kept_layout->spans[index];
     return job.dtype != FLOAT16 && is_plain(span) && is_plain(kept) && kept.rounding == NEAREST &&
-           kept.block_size <= ROTATED && kept.block_size % span.block_size == 0;
+           !kept.mean && kept.block_size <= ROTATED && kept.block_size % span.block_size == 0;
   }
 
   Fast(const UpdateJob& job, int64_t row, int64_t index)
