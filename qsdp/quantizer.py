@@ -117,7 +117,7 @@ class Quantizer:
         on_zero = self.scaling in ("symmetric", "l2")
         if self.coded and (not on_zero or self.levels is not None):
             raise ValueError(
-                f"Quantizer(coding={self.coding!r}) is for grids that hold zero, and this one has "
+                f"Quantizer(coding={self.coding!r}) is for grids around zero, and this one has "
                 f"scaling={self.scaling!r}{' and levels' if self.levels else ''}: set "
                 'scaling="symmetric" and levels=None, or coding="fixed"'
             )
