@@ -34,7 +34,7 @@ LAYERS = (
     {"param_group", "feedback"},
     {"unit", "contract"},
     {"comms"},
-    {"fsdp", "ddp"},
+    {"fsdp", "ddp", "second_moment"},
     {"state", "decoded"},
     {"local"},
     {"qat"},
@@ -59,7 +59,7 @@ NOT_PRIVATE = {"_asdict", "_replace", "_make", "_fields", "_field_defaults", "_n
 
 MAX_LINES = 400
 MAX_FUNCTION_LINES = 60
-MAX_CORE_LINES = 6950  # 1,500 of them Triton, 300 the bridge to C++
+MAX_CORE_LINES = 7080  # 1,500 of them Triton, 300 the bridge to C++
 
 
 def name_of(path: Path) -> str:
