@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from qsdp import Differences, Feedback, Learned, LevelSchedule, QSDPConfig, Quantizer, Warmup, Ways
+from qsdp import (
+    Differences,
+    Feedback,
+    Learned,
+    LevelSchedule,
+    QSDPConfig,
+    Quantizer,
+    Warmup,
+    Ways,
+    wire_bytes,
+)
 from qsdp.ways import DIRECTIONS, quantizer_of
 
-WIDTHS = (*range(2, 9), 32)
+WIDTHS = (*range(1, 9), 32)
 NEAREST = Quantizer(4, rounding="nearest")
 FED_BACK, KEPT = Feedback(NEAREST), Differences(NEAREST)
 
@@ -30,10 +41,35 @@ def test_default_is_w8g8_with_unbiased_rounding() -> None:
     assert QSDPConfig().gradients == Quantizer(8, 1024, "stochastic", scaling="symmetric")
 
 
-@pytest.mark.parametrize("name", ("w9g8", "w1g8", "w8", "8", "", "W8G8", "w8g8 ", "w16g16", None))
+@pytest.mark.parametrize("name", ("w9g8", "w0g8", "w8", "8", "", "W8G8", "w8g8 ", "w16g16", None))
 def test_unknown_presets_are_named(name: str) -> None:
-    with pytest.raises(ValueError, match="presets are w{bits}g{bits} with bits 2 to 8, or 32"):
+    with pytest.raises(ValueError, match="presets are w{bits}g{bits} with bits 1 to 8, or 32"):
         QSDPConfig.preset(name)
+
+
+def test_presets_of_systems() -> None:
+    """sdp4bit's wire is that of the paper's formula; bitdp's is 1.125 bits, embeddings apart."""
+    config = QSDPConfig.preset("sdp4bit")
+    bits = [
+        8 * wire_bytes(2048 * 64, quantizer_of(way)) / (2048 * 64)
+        for way in (config.weights, config.inside_node, config.gradients)
+    ]
+    assert bits == [4.015625, 8.25, 4.25]
+    flat = config.on_nodes_of(1)
+    assert flat.inside_node is None and flat.gradients == config.gradients
+    assert config.on_nodes_of(2).inside_node == config.inside_node
+    one = QSDPConfig.preset("bitdp")
+    assert wire_bytes(1 << 20, quantizer_of(one.gradients)) * 28 < 4 << 20
+    assert wire_bytes(1 << 20, replace(quantizer_of(one.gradients), block_size=1024)) * 31 < 4 << 20
+    one.require_matches(["conv.weight"])  # a model without embeddings
+    for name in ("blocks.0.up.weight", "model.embed_tokens.weight", "wte.weight"):
+        way = one.ways_of([name], (256, 256))["gradients"]
+        assert isinstance(way, Feedback) == name.startswith("blocks"), name
+        assert quantizer_of(way).bits == (1 if name.startswith("blocks") else 4)
+    for preset in (config, one):
+        assert QSDPConfig.from_json(json.loads(json.dumps(preset.to_json()))) == preset
+    with pytest.raises(ValueError, match="'bitdp' is more than ways, for .* name a preset such as"):
+        QSDPConfig(exceptions={"*.a": "bitdp"})
 
 
 @pytest.mark.parametrize(

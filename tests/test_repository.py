@@ -39,7 +39,7 @@ LAYERS = (
     {"param_group", "feedback"},
     {"unit", "contract"},
     {"comms"},
-    {"fsdp", "ddp"},
+    {"fsdp", "ddp", "second_moment"},
     {"state", "decoded"},
     {"local"},
     {"qat"},

@@ -76,7 +76,7 @@ class Variant:
         if config.ranks_per_node is None:
             if self.two_level and nodes > 1 and ranks_per_node > 1:
                 return replace(config, ranks_per_node=ranks_per_node)
-            return config if config.inside_node else replace(config, ranks_per_node=1)
+            return config.on_nodes_of(1)
         if config.ranks_per_node not in (1, ranks_per_node):
             raise ValueError(
                 f"{self.name} has ranks_per_node={config.ranks_per_node} and the nodes have "

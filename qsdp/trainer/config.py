@@ -79,8 +79,9 @@ class TrainConfig(ReplicaFlags):
     """`--resume` alone continues from the run folder's latest checkpoint, `--resume PATH` from that
     one."""
     comm: str = "w8g8"
-    """Bits of weights and gradients on the wire, w{2..8|32}g{2..8|32}, where 32 is not quantized;
-    auto to measure the network and decide; or a JSON file with the fields of QSDPConfig."""
+    """Bits of weights and gradients on the wire, w{1..8|32}g{1..8|32}, 32 for full precision; a
+    system's recipe: sdp4bit, bitdp, qsgd2, qsgd4, qsgd8; auto to measure the network and decide; or
+    a JSON file of QSDPConfig's fields."""
     keep_full_precision: tuple[str, ...] = ()
     """Glob patterns of parameter names that are never quantized."""
     ranks_per_node: int | None = None
