@@ -79,9 +79,8 @@ class TrainConfig(ReplicaFlags):
     """`--resume` alone continues from the run folder's latest checkpoint, `--resume PATH` from that
     one."""
     comm: str = "w8g8"
-    """Bits of weights and gradients on the wire, w{1..8|32}g{1..8|32}, 32 for full precision; a
-    system's recipe: sdp4bit, bitdp, qsgd2, qsgd4, qsgd8; auto to measure the network and decide; or
-    a JSON file of QSDPConfig's fields."""
+    """Bits of weights and gradients on the wire, w{1..8|32}g{1..8|32}, 32 for full precision; or
+    sdp4bit, bitdp, qsgd{2|4|8}; auto to measure and decide; or a JSON file of QSDPConfig's fields."""
     keep_full_precision: tuple[str, ...] = ()
     """Glob patterns of parameter names that are never quantized."""
     ranks_per_node: int | None = None
