@@ -80,7 +80,7 @@ class TrainConfig(ReplicaFlags):
     one."""
     comm: str = "w8g8"
     """Bits of weights and gradients on the wire, w{1..8|32}g{1..8|32}, 32 for full precision; or
-    sdp4bit, bitdp, qsgd{2|4|8}; auto to measure and decide; or a JSON file of QSDPConfig's fields."""
+    sdp4bit, bitdp, qsgd{2|4|8}; auto to measure and decide; or a JSON file of a QSDPConfig."""
     keep_full_precision: tuple[str, ...] = ()
     """Glob patterns of parameter names that are never quantized."""
     ranks_per_node: int | None = None
