@@ -241,7 +241,9 @@ def with_bits(form: Quantizer, bits: int, block_size: int = 1024) -> Quantizer:
 
     Levels get a table that fits.
     """
-    bits = 1 if form.scaling == "mean" else max(bits, 2 if form.scaling == "symmetric" else 1)
+    bits = (
+        1 if form.scaling == "mean" else max(bits, 2 if form.scaling in ("symmetric", "l2") else 1)
+    )
     levels = uneven_levels(bits) if form.levels else None
     return replace(form, bits=bits, block_size=block_size, levels=levels)
 
