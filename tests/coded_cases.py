@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from ddp_cases import hooked
+from fsdp_cases import build, equal, shards, train
+from torch.distributed.device_mesh import init_device_mesh
 
 import qsdp
-from qsdp import Quantizer
+from qsdp import Differences, Feedback, QSDPConfig, Quantizer
 from qsdp.stats import CommMeter
 from qsdp.wire import Segment, WireLayout, wire_layout
 
@@ -127,6 +130,58 @@ def four_case_two_hops_code_between_nodes_alone(rank: int) -> None:
     before, after = meters
     assert before.sent - before.inter_node == after.sent - after.inter_node
     assert after.inter_node < 0.9 * before.inter_node
+
+
+def configs(coding: str) -> tuple[QSDPConfig, QSDPConfig]:
+    """Differences of weights and gradients, verified: without a coding, and with one."""
+
+    def one(coding: str) -> QSDPConfig:
+        weights = Quantizer(4, 128, "nearest", scaling="symmetric", coding=coding)  # type: ignore[arg-type]
+        gradients = replace(weights, bits=6, rounding="stochastic", scaling="l2")
+        return QSDPConfig(Differences(weights), gradients, verify=True)
+
+    return one("fixed"), one(coding)
+
+
+def case_fsdp_trains_alike(rank: int) -> None:
+    """Weights and losses of fixed rows, bit for bit, in fewer bytes; weights as differences."""
+    for coding in CODINGS:
+        models, losses, sent = [], [], []
+        for config in configs(coding):
+            model = build()
+            qsdp.apply_qsdp(model, config)
+            losses.append(train(model, rank, 4))
+            models.append(shards(model))
+            sent.append(qsdp.comm_stats(model).sent)
+        assert losses[0] == losses[1] and equal(*models)
+        assert sent[1] < sent[0], sent
+
+
+def case_ddp_trains_alike(rank: int) -> None:
+    """The same with DDP's hook, whose reductions are asynchronous, and feedback at both ends."""
+    weights = []
+    for coding in ("fixed", "rice"):
+        form = Quantizer(4, 128, "nearest", scaling="symmetric", coding=coding)  # type: ignore[arg-type]
+        model, state = hooked(QSDPConfig(None, Feedback(form)))
+        train(model, rank, 4)
+        weights.append([p.detach().clone() for p in model.parameters()])
+        weights[-1].append(torch.tensor(state.stats().sent))
+    *fixed, before = weights[0]
+    *coded, after = weights[1]
+    assert equal(fixed, coded) and after < before
+
+
+def four_case_replicas_reduce_alike(rank: int) -> None:
+    """HSDP: gradients between replicas, and FSDP's own, in coded rows."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found = []
+    for coding in ("fixed", "rice"):
+        form = Quantizer(4, 128, "stochastic", scaling="symmetric", coding=coding)  # type: ignore[arg-type]
+        model = build(mesh=mesh)
+        qsdp.apply_qsdp(model, QSDPConfig(None, form, replicas=form))
+        train(model, rank, 3)
+        found.append(shards(model))
+    assert equal(*found)
 
 
 ALL = {name: case for name, case in globals().items() if name.startswith("case_")}

@@ -72,14 +72,20 @@ def chosen_widths(
     cost = torch.full_like(gains, float(block))
     cost[:, 0] += SCALE_BITS  # a block of 0 bits has no scale
     density = gains / cost
-    density = torch.cummin(density, 1).values  # one bit may gain less than a second one
+    if least == 0:  # the first bit may gain less than a second one: then both are one upgrade
+        together = gains.cumsum(1) / cost.cumsum(1)
+        best, first = together.max(1, keepdim=True)
+        density = torch.where(torch.arange(MAX_WIDTH) <= first, best, density)
     density[:, :least] = torch.inf
+    density = torch.cummin(density, 1).values  # equal but for rounding
     room = budget * block * len(rms) - WIDTH_BITS * len(rms)
     order = density.flatten().argsort(descending=True, stable=True)
     taken = cost.flatten()[order].cumsum(0) <= room
     chosen = torch.zeros(density.numel(), dtype=torch.int64)
     chosen[order] = taken.long()
-    return chosen.view_as(density).sum(1)
+    taken_bits = chosen.view_as(density).sum(1)
+    # The budget may end inside an upgrade of several bits.
+    return torch.where((taken_bits == 1) & (density[:, 0] == density[:, 1]), 0, taken_bits)
 
 
 def send(
