@@ -80,7 +80,7 @@ class TrainConfig(ReplicaFlags):
     one."""
     comm: str = "w8g8"
     """Bits of weights and gradients on the wire, w{1..8|32}g{1..8|32}, 32 for full precision;
-    sdp4bit or bitdp; auto to measure the network and decide; or a JSON file of QSDPConfig's fields."""
+    sdp4bit; bitdp; auto to measure the network and decide; or a JSON file of QSDPConfig fields."""
     keep_full_precision: tuple[str, ...] = ()
     """Glob patterns of parameter names that are never quantized."""
     ranks_per_node: int | None = None
