@@ -55,6 +55,11 @@ def freeze_second_moment(
 
     @torch.no_grad()
     def step_of_ours(*_: Any) -> None:
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise RuntimeError(
+                "freeze_second_moment: a GradScaler leaves gradients scaled for a fused optimizer: "
+                "give it fused=False"
+            )
         for group in optimizer.param_groups:
             for param in group["params"]:
                 state = optimizer.state.get(param)
@@ -76,7 +81,7 @@ def freeze_second_moment(
 
 
 def _check_group(group: dict[str, Any], at_step: int) -> None:
-    for option in ("amsgrad", "maximize", "capturable", "differentiable", "fused"):
+    for option in ("amsgrad", "maximize", "capturable", "differentiable"):
         if group.get(option):
             raise ValueError(
                 f"freeze_second_moment does not go with the optimizer's {option}=True: leave it out"

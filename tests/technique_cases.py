@@ -202,6 +202,21 @@ def case_one_bit_trains(rank: int) -> None:
         assert stats.stock_reduce_scatter > 10 * stats.reduce_scatter_sent
 
 
+def case_second_moment_freezes_on_shards(rank: int) -> None:
+    """At one floor for all shards of a parameter, and the optimizer's state says so."""
+    model = qsdp.apply_qsdp(build(), ONE_BIT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.8))
+    qsdp.freeze_second_moment(optimizer, 21, floor=0.5, config=ONE_BIT)
+    train(model, rank, 21, optimizer=optimizer)
+    weight = model.blocks[0].up.weight
+    learned = optimizer.state[weight]["exp_avg_sq"].full_tensor() / (1 - 0.8**21)
+    for steps in (1, 3):
+        losses = train(model, rank, steps, first=21, optimizer=optimizer)
+        assert all(math.isfinite(loss) for loss in losses)
+        found = optimizer.state[weight]["exp_avg_sq"].full_tensor()
+        assert torch.allclose(found, learned.clamp(min=0.5 * float(learned.mean())))
+
+
 def case_memory_takes_a_byte_an_element(rank: int) -> None:
     """Beside the scales; float32 takes four."""
     sizes = {}

@@ -9,6 +9,7 @@ import dataclasses
 import json
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 import qsdp
@@ -103,6 +104,17 @@ def quantize_communication(
     except ValueError as error:
         raise ValueError(f"--comm {config.comm_name}: {error}") from error
     qsdp.observe_comms(model)
+
+
+def freeze_second_moment(optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
+    """As --freeze-second-moment says; ValueError where it does not fit."""
+    if config.freeze_second_moment is None:
+        return
+    try:
+        at_step, comm = config.freeze_second_moment, comm_config(config)
+        qsdp.freeze_second_moment(optimizer, at_step, config=comm)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--freeze-second-moment: {error}") from error
 
 
 def require_kept(model: nn.Module, config: TrainConfig) -> None:
