@@ -15,7 +15,7 @@ import qsdp
 
 
 def train(comm: str, steps: int = 30) -> dict[str, object]:
-    """Learn this file, byte by byte. ``comm`` is w32g{2..8|32}, or "stock" for no qsdp at all."""
+    """Learn this file, byte by byte. ``comm`` is w32g{1..8|32}, or "stock" for no qsdp at all."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     text = torch.tensor(list(Path(__file__).read_bytes()))
     torch.manual_seed(0)
@@ -44,7 +44,7 @@ def train(comm: str, steps: int = 30) -> dict[str, object]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--comm", default="w32g8", help="w32g{2..8|32}, or stock")
+    parser.add_argument("--comm", default="w32g8", help="w32g{1..8|32}, or stock")
     args = parser.parse_args()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     if torch.cuda.is_available():

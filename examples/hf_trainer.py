@@ -64,7 +64,7 @@ def train(comm: str, steps: int = 30) -> dict[str, object]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--comm", default="w8g8", help="w{2..8|32}g{2..8|32}, or stock")
+    parser.add_argument("--comm", default="w8g8", help="w{1..8|32}g{1..8|32}, or stock")
     args = parser.parse_args()
     if not torch.accelerator.is_available():
         raise SystemExit("Accelerate offers FSDP on accelerators only: there is none here")

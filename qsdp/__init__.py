@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from qsdp.qat import FakeQuantizer, ensemble, fake_quantize, flatness
     from qsdp.quantizer import Quantizer
     from qsdp.rows import decode, encode, wire_bytes
+    from qsdp.second_moment import freeze_second_moment
     from qsdp.state import comm_state_dict, load_comm_state_dict
     from qsdp.stats import CommStats
-    from qsdp.ways import Differences, Feedback, Learned, Ways
+    from qsdp.ways import Differences, Feedback, Learned, Warmup, Ways
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ __all__ = [
     "ReplicaSync",
     "SyncConfig",
     "SyncSchedule",
+    "Warmup",
     "Ways",
     "all_gather_quantized",
     "all_reduce_quantized",
@@ -63,6 +65,7 @@ __all__ = [
     "ensemble",
     "fake_quantize",
     "flatness",
+    "freeze_second_moment",
     "is_quantized",
     "load_comm_state_dict",
     "observe_comms",
@@ -88,9 +91,10 @@ _NAMES = {
     "qat": ("FakeQuantizer", "ensemble", "fake_quantize", "flatness"),
     "quantizer": ("Quantizer",),
     "rows": ("decode", "encode", "wire_bytes"),
+    "second_moment": ("freeze_second_moment",),
     "state": ("comm_state_dict", "load_comm_state_dict"),
     "stats": ("CommStats",),
-    "ways": ("Differences", "Feedback", "Learned", "Ways"),
+    "ways": ("Differences", "Feedback", "Learned", "Warmup", "Ways"),
 }
 
 

@@ -74,6 +74,7 @@ def reduce_scatter_quantized(
     ranks_per_node: int | None = None,
     inside: Quantizer | WireLayout | None = None,
     residual: torch.Tensor | None = None,
+    inside_residual: torch.Tensor | None = None,
     async_op: bool = False,
     meter: CommMeter | None = None,
 ) -> dist.Work | None:
@@ -99,8 +100,10 @@ def reduce_scatter_quantized(
             destination, so that the ranks' errors are independent.
         ranks_per_node: ranks of ``group`` in each node, consecutive in it, for two hops.
         inside: how to encode inside a node; None for the input's own dtype.
-        residual: (num_ranks, numel) float32, for error feedback in one hop: added to ``input``
-            before quantizing, then replaced by what was lost; what is not finite becomes zero.
+        residual: (num_ranks, numel) float32, for error feedback: added to ``input`` before
+            quantizing, then replaced by what was lost; what is not finite becomes zero. With two
+            hops (num_nodes, numel), of the sums between nodes.
+        inside_residual: (num_ranks, numel) float32, with two hops the same of ``input``.
         async_op: as for :func:`all_gather_quantized`; but ``input`` must not be changed before on
             accelerators.
         meter: adds bytes and times to it.
@@ -119,7 +122,9 @@ def reduce_scatter_quantized(
     factors = reduce_factors(op, way.size)
     meter = meter or CommMeter()
     stages = reduce_stages(
-        output, input, way, layout, factors, key, meter, inside=inside, residual=residual
+        *(output, input, way, layout, factors, key, meter),
+        inside=inside,
+        residuals=(inside_residual, residual),
     )
     return run(stages, async_op, meter, input.device, (output, input))
 

@@ -16,7 +16,6 @@ from qsdp.exchange import (
     Stages,
     Transfers,
     count_gather,
-    gather_between,
     gather_in_hops,
     gather_inside,
     own_row,
@@ -24,13 +23,15 @@ from qsdp.exchange import (
     rows_of_all,
     run,
 )
+from qsdp.feedback import Reduction
 from qsdp.memory import KeptWeights
 from qsdp.param_group import AllGather, ParamGroup, ReduceScatter
+from qsdp.ragged import gather_encoded_between
 from qsdp.rows import decode_rows, take_rows
 from qsdp.stages import all_reduce_stages, gather_stages, piece_layout, reduce_stages
 from qsdp.stats import CommMeter
 from qsdp.streams import hold
-from qsdp.unit import Part, Reduction, Unit
+from qsdp.unit import Part, Unit
 from qsdp.wire import VALUE_DTYPES
 
 Size = Sequence[int | torch.SymInt]
@@ -184,8 +185,8 @@ class QuantizedAllGather(ObservedAllGather):
                 # It may lie in the output.
                 values = values.clone() if kept.may_travel_whole(mark, looks, due) else values
             stock = (way.size - 1) * values.nbytes
-            count_gather(layout.row_bytes, kept.layout.row_bytes, way, meter, stock)
-            yield gather_between(wire, way)
+            inside = kept.layout.row_bytes
+            yield from gather_encoded_between(wire, layout, way, meter, inside, stock)
             with meter.phase("decode", device):
                 kept.arrived(wire, layout, _kept_rows(output, way), ranks)
             marks = layout.marks(wire)
@@ -270,9 +271,10 @@ class QuantizedReduceScatter(ObservedReduceScatter):
                 *(output, input, way, reduction.layout, reduce_factors(op, way.size)),
                 *(unit.gradients_key, self.meter),
                 inside=reduction.inside,
-                residual=unit.residual(reduction),
                 reuse_input=True,  # FSDP2 keeps it alive and does not look at it again
+                residuals=unit.fed_back.of(reduction, way),
             )
+            unit.fed_back.keep(reduction, way)
 
 
 class QuantizedAllReduce:
@@ -292,18 +294,18 @@ class QuantizedAllReduce:
         run(self._reduce(reduce_output), False, self.meter, device, (reduce_output,))
 
     def _reduce(self, values: torch.Tensor) -> Stages:
-        unit, size, residuals = self.unit, self._way.size, None
+        unit, size = self.unit, self._way.size
         reduction = unit.reduction(values.numel(), values.dtype)
         layout = reduction.replicas
         op = dist.ReduceOp.SUM if unit.handle.sums_gradients else dist.ReduceOp.AVG
         with unit.turns:
-            if reduction.indices is not None:
-                pieces = piece_layout(layout, size)
-                residuals = unit.replica_residual(reduction.indices, pieces, size)
+            pieces = piece_layout(layout, size)
+            residuals = unit.fed_back.of_replicas(reduction, pieces, size)
             yield from all_reduce_stages(
                 *(values, self._way, layout, reduce_factors(op, size), unit.replicas_key),
                 *(self.meter, residuals),
             )
+            unit.fed_back.keep_replicas(reduction, pieces)
 
 
 def _kept_rows(output: torch.Tensor, way: Route) -> torch.Tensor:

@@ -6,9 +6,10 @@ What cannot go together cannot be written down, or the constructor says so; what
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
 from typing import Any, Literal, cast
 
@@ -20,9 +21,11 @@ from qsdp.ways import (
     Direction,
     Feedback,
     Learned,
+    Warmup,
     Way,
     Ways,
     require_kind,
+    warmup_from_json,
     way_from_json,
     way_to_json,
     ways_from_json,
@@ -32,7 +35,13 @@ FULL_PRECISION = 32
 # Parameters that are few, that decide much, and that other low-precision training leaves alone:
 # routers of mixtures of experts, and what state-space models exponentiate.
 EXACT = ("*.gate.*", "*.router.*", "*.A_log", "*.D", "*.dt_bias", "*.dt_proj.*")
+# Tables of which a step uses few rows: the preset "bitdp" sends their gradients in 4 bits.
+EMBEDDINGS = ("*embed*", "*.wte.*", "*.wpe.*")
 _FEW_BITS = 4  # to which presets do more than round
+# QSGD's experiments: blocks by bits, and tensors that are not worth it.
+_QSGD_BLOCKS = {2: 128, 4: 512, 8: 512}
+_QSGD_MIN_NUMEL = 10_000
+_WARMUP_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,7 @@ class QSDPConfig:
         inside_node: quantizer of the gradients inside a node, or None for their own dtype there.
         replicas: the way of the gradients between HSDP's replicas: a Quantizer or
             :class:`Feedback`; None leaves them to FSDP2's own all-reduce.
+        warmup: how gradients travel at first, between replicas too; None as later.
         min_numel: parameters with fewer elements (counted unsharded) travel in full precision, as
             vectors always do, whether they have one dimension or one column (packed weights).
         seed: of the random rounding, 64 bits.
@@ -76,6 +86,7 @@ class QSDPConfig:
     ranks_per_node: int | None = None
     inside_node: Quantizer | None = None
     replicas: Quantizer | Feedback | None = None
+    warmup: Warmup | None = None
     min_numel: int = 1024
     seed: int = 0
     verify: bool = False
@@ -83,6 +94,7 @@ class QSDPConfig:
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():
             require_kind("QSDPConfig", name, getattr(self, name), allowed)
+        require_kind("QSDPConfig", "warmup", self.warmup, (Warmup, None))
         if not isinstance(self.verify, bool):
             raise TypeError(f"QSDPConfig(verify=...) must be True or False, got {self.verify!r}")
         for name, top in (("min_numel", 2**63), ("seed", 2**64)):
@@ -112,11 +124,15 @@ class QSDPConfig:
                 "QSDPConfig(inside_node=...) quantizes the first hop of gradients, and "
                 "gradients=None leaves them to FSDP2: set gradients, or inside_node=None"
             )
-        two_level = self.ranks_per_node not in (None, 1) or self.inside_node is not None
-        if two_level and any(isinstance(way, Feedback) for way in gradients):
+        if self.inside_node is not None and self.inside_node.coded:
             raise ValueError(
-                "QSDPConfig: Feedback for gradients does not go with two-level collectives: leave "
-                "ranks_per_node and inside_node out (gradients then travel flat)"
+                f"QSDPConfig(inside_node=...) has coding={self.inside_node.coding!r}, and rows are "
+                'coded between nodes alone: set coding="fixed" there'
+            )
+        if self.warmup is not None and not any((*gradients, self.replicas)):
+            raise ValueError(
+                "QSDPConfig(warmup=...) is for gradients that are quantized later, and gradients "
+                "and replicas are None: set one of them, or warmup=None"
             )
 
     def ways(self, direction: Literal["weights", "gradients"]) -> list[Way]:
@@ -159,7 +175,7 @@ class QSDPConfig:
     def require_matches(self, names: list[str]) -> None:
         """Raises ValueError where a pattern matches none of ``names``, all of the model's."""
         for pattern, _ in self._exceptions:
-            if not _matches(names, pattern):
+            if pattern not in EMBEDDINGS and not _matches(names, pattern):
                 raise ValueError(
                     f"QSDPConfig(exceptions=...): {pattern!r} matches no parameter; the "
                     f"model has {len(names)}, such as {', '.join(names[:3])}"
@@ -177,6 +193,7 @@ class QSDPConfig:
         """JSON values that :meth:`from_json` takes."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {name: way_to_json(values[name]) for name in ALLOWED}
+        values["warmup"] = self.warmup and asdict(self.warmup)
         values["exceptions"] = {
             pattern: {name: way_to_json(way) for name, way in vars(ways).items()}
             for pattern, ways in self._exceptions
@@ -203,6 +220,8 @@ class QSDPConfig:
         for name in ALLOWED:
             if name in values:
                 values[name] = way_from_json(values[name], name)
+        if values.get("warmup") is not None:
+            values["warmup"] = warmup_from_json(values["warmup"])
         if isinstance(values.get("exceptions"), Mapping):
             values["exceptions"] = {
                 pattern: ways_from_json(ways, f"exceptions[{pattern!r}]")
@@ -214,25 +233,36 @@ class QSDPConfig:
 
     @classmethod
     def preset(cls, name: str) -> QSDPConfig:
-        """The preset ``w{2..8|32}g{2..8|32}``: bits of weights and gradients, 32 for none.
+        """A preset: ``w{1..8|32}g{1..8|32}``, bits of weights and gradients, 32 for none.
 
         From 5 bits on in blocks of 1024: weights rounded by random shift, gradients stochastically
         on a grid that holds zero.
         Below, what keeps the loss (docs/quality.md): weights as :class:`Differences`, which cost
         about a byte of memory a parameter on every rank; gradients dithered after a Hadamard
-        transform, in blocks of 128.
+        transform, in blocks of 128. At 1 bit, differences are signs and a block's mean magnitude.
+
+        Or the recipe of a system: ``bitdp`` (:func:`_bitdp`), ``sdp4bit`` (:func:`_sdp4bit`),
+        ``qsgd2``, ``qsgd4`` or ``qsgd8`` (:func:`_qsgd`).
 
         Raises:
             ValueError: no such preset.
         """
+        if name in NAMED_PRESETS:
+            return NAMED_PRESETS[name]()
         match = re.fullmatch(r"w(\d+)g(\d+)", name) if isinstance(name, str) else None
-        bits = [int(text) for text in match.groups()] if match else []
-        if not bits or not all(b == FULL_PRECISION or MIN_BITS <= b <= MAX_BITS for b in bits):
+        pair = [int(text) for text in match.groups()] if match else []
+        if not pair or not all(b == FULL_PRECISION or MIN_BITS <= b <= MAX_BITS for b in pair):
             raise ValueError(
                 f"unknown preset {name!r}: presets are w{{bits}}g{{bits}} with bits "
-                f"{MIN_BITS} to {MAX_BITS}, or {FULL_PRECISION} for full precision, as in w8g8"
+                f"{MIN_BITS} to {MAX_BITS}, or {FULL_PRECISION} for full precision, as in w8g8, "
+                f"and {', '.join(NAMED_PRESETS)}"
             )
-        return cls(_preset_weights(bits[0]), _preset_gradients(bits[1]))
+        return cls(_preset_weights(pair[0]), _preset_gradients(pair[1]))
+
+    def on_nodes_of(self, ranks_per_node: int) -> QSDPConfig:
+        """The same for nodes of so many ranks; 1 for flat collectives, which have no inside."""
+        inside = None if ranks_per_node == 1 else self.inside_node
+        return replace(self, ranks_per_node=ranks_per_node, inside_node=inside)
 
     @classmethod
     def of(cls, value: object, caller: str) -> QSDPConfig:
@@ -256,12 +286,60 @@ def _matches(names: Iterable[str], pattern: str) -> bool:
     return any(fnmatchcase(n, pattern) or fnmatchcase(f".{n}", pattern) for n in names)
 
 
+_SIGNS = Quantizer(1, 128, "nearest", scaling="mean", scale_dtype="bfloat16")
+
+
+def _qsgd(bits: int) -> QSDPConfig:
+    """Gradients alone, as QSGD's experiments have them, in Rice numbers."""
+    form = Quantizer(bits, _QSGD_BLOCKS[bits], "stochastic", scaling="symmetric", coding="rice")
+    return QSDPConfig(None, form, min_numel=_QSGD_MIN_NUMEL)
+
+
+def _bitdp() -> QSDPConfig:
+    """Gradients in 1 bit, to BitDP's stated goals: signs and mean magnitudes, with feedback.
+
+    For weights nothing, so that DDP takes it too. Replicas of HSDP want the same way in
+    ``replicas``. Embeddings in 4 bits; 8 bits for the first 100 steps: set ``warmup`` to a tenth of
+    the run's.
+    """
+    memory = Quantizer(8, 256, "nearest", scaling="symmetric")
+    four = Quantizer(4, 128, "stochastic", scaling="symmetric", scale_dtype="bfloat16")
+    embeddings = Ways(None, four)
+    return QSDPConfig(
+        None,
+        Feedback(_SIGNS, memory=memory),
+        dict.fromkeys(EMBEDDINGS, embeddings),
+        warmup=Warmup(_WARMUP_STEPS, _preset_gradients(8)),
+    )
+
+
+def _sdp4bit() -> QSDPConfig:
+    """SDP4Bit: differences of weights, and gradients in two hops, all in 4 bits between nodes.
+
+    Inside a node 8 bits. Where nodes have one rank of a group, flat in 4 bits. Gradients are
+    rounded stochastically, as in the authors' code; their text rounds to the nearest.
+    """
+    difference = Quantizer(4, 2048, "nearest", scaling="symmetric")
+    inside, between = (
+        Quantizer(bits, 128, "stochastic", scaling="symmetric", transform="hadamard")
+        for bits in (8, 4)
+    )
+    return QSDPConfig(Differences(difference), between, inside_node=inside)
+
+
+NAMED_PRESETS: dict[str, Callable[[], QSDPConfig]] = {
+    "sdp4bit": _sdp4bit,
+    "bitdp": _bitdp,
+    **{f"qsgd{bits}": partial(_qsgd, bits) for bits in _QSGD_BLOCKS},
+}
+
+
 def _preset_weights(bits: int) -> Quantizer | Differences | None:
     if bits == FULL_PRECISION:
         return None
     if bits > _FEW_BITS:
         return Quantizer(bits, rounding="shift")
-    return Differences(Quantizer(bits, rounding="nearest"))
+    return Differences(_SIGNS if bits == 1 else Quantizer(bits, rounding="nearest"))
 
 
 def _preset_gradients(bits: int) -> Quantizer | None:
@@ -286,6 +364,11 @@ def _checked_exceptions(value: object) -> tuple[tuple[str, Ways], ...]:
             raise TypeError(f"{expected}, got {value!r}")
         pattern, ways = pair
         if isinstance(ways, str):
+            if ways in NAMED_PRESETS:
+                raise ValueError(
+                    f"QSDPConfig(exceptions=...): {ways!r} is more than ways, for {pattern!r} name "
+                    "a preset such as w4g4, or qsdp.Ways"
+                )
             preset = QSDPConfig.preset(ways)
             ways = Ways(preset.weights, preset.gradients)
         elif ways is None:

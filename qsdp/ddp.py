@@ -43,7 +43,10 @@ class _Known:
     name: str
     numel: int
     quantizer: Quantizer | None
-    feedback: bool
+    feedback: Feedback | None = None
+
+
+Kept = tuple[list[_Known], WireLayout]  # a bucket of which something is remembered
 
 
 class QuantizedDDPState:
@@ -61,7 +64,8 @@ class QuantizedDDPState:
             it forwards, which takes 4 * (1 + 1 / ranks) bytes an element. What is for FSDP must be
             None.
         group: DDP's ``process_group``; None is the model's, if it is wrapped, or the default group.
-        warmup_steps: as many steps first in full precision, bit for bit as without the hook.
+        warmup_steps: as many steps first in full precision, bit for bit as without the hook; with
+            ``warmup`` of the configuration, in its format.
 
     Raises:
         TypeError, ValueError: a model or a configuration that does not fit; on every rank.
@@ -95,14 +99,18 @@ class QuantizedDDPState:
         require_agreement(facts, error, self.group, device)
         ways = {p: config.ways_of(names, p.shape)["gradients"] for p, names in named.items()}
         self._known = {
-            p: _Known(names[0], p.numel(), quantizer_of(ways[p]), isinstance(ways[p], Feedback))
-            for p, names in named.items()
+            p: _Known(
+                *(names[0], p.numel(), quantizer_of(way)),
+                way if isinstance(way, Feedback) else None,
+            )
+            for (p, names), way in zip(named.items(), ways.values(), strict=True)
         }
         self._key = derive_key(config.seed, _DDP)
         self._meter = CommMeter(ranks_per_node(self.group))
-        self._in_flight: list[tuple[Pending, Result, torch.Tensor]] = []
+        self._in_flight: list[tuple[Pending, Result, torch.Tensor, Kept]] = []
         # Of what this rank contributes, and of the sums that it forwards.
-        self._sent, self._forwarded = Residuals(), Residuals()
+        fed_back = {k.name: k.feedback for k in self._known.values() if k.feedback is not None}
+        self._sent, self._forwarded = Residuals(fed_back), Residuals(fed_back)
         self._turns = Turns(device)
 
     def stats(self, reset: bool = False) -> CommStats:
@@ -126,8 +134,8 @@ class QuantizedDDPState:
             known = {f"sent.{name}": part for name, part in self._sent.state().items()}
             known |= {f"forwarded.{name}": part for name, part in self._forwarded.state().items()}
         state = {"progress": torch.tensor([self.step, num_ranks])}
-        for name, shape in self._residual_shapes().items():
-            state[f"{name}.rank{rank}"] = known[name] if name in known else torch.zeros(shape)
+        for name, blank in self._blank_residuals().items():
+            state[f"{name}.rank{rank}"] = known.get(name, blank)
         return state
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -139,7 +147,7 @@ class QuantizedDDPState:
         rank, num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         step, saved_ranks = state["progress"].tolist()
         suffix, parts = f".rank{rank}", {}
-        for name, shape in self._residual_shapes().items():
+        for name, blank in self._blank_residuals().items():
             part = state.get(name + suffix)
             if saved_ranks != num_ranks or part is None:
                 raise ValueError(
@@ -147,10 +155,11 @@ class QuantizedDDPState:
                     f"for rank {rank} of {num_ranks}: save and load every rank's own, and on "
                     "another number of ranks start with a fresh QuantizedDDPState"
                 )
-            if part.shape != shape:
+            if part.shape != blank.shape or part.dtype != blank.dtype:
                 raise ValueError(
                     f"this state has errors of shape {tuple(part.shape)} for {name!r}, which has "
-                    f"{shape} here: load the state saved with this model"
+                    f"{tuple(blank.shape)} of {blank.dtype} here: load the state saved with this "
+                    "model"
                 )
             parts[name] = part
         self.step = step
@@ -166,15 +175,15 @@ class QuantizedDDPState:
             "state_dict(), and give that to load_state_dict() of a new one"
         )
 
-    def _residual_shapes(self) -> dict[str, tuple[int, int]]:
-        """Of every residual, by its name in a state."""
-        shapes, num_ranks = {}, dist.get_world_size(self.group)
+    def _blank_residuals(self) -> dict[str, torch.Tensor]:
+        """Every residual, by its name in a state, as of a fresh one."""
+        found, num_ranks, device = {}, dist.get_world_size(self.group), torch.device("cpu")
         for known in self._known.values():
-            if known.feedback:
-                piece = -(-known.numel // num_ranks)
-                shapes[f"sent.{known.name}"] = (num_ranks, piece)
-                shapes[f"forwarded.{known.name}"] = (1, piece)
-        return shapes
+            if known.feedback is not None:
+                piece, name = -(-known.numel // num_ranks), known.name
+                found[f"sent.{name}"] = self._sent.blank(name, num_ranks, piece, device)
+                found[f"forwarded.{name}"] = self._forwarded.blank(name, 1, piece, device)
+        return found
 
     def _known_of(
         self,
@@ -196,15 +205,27 @@ class QuantizedDDPState:
     def _residuals(
         self, bucket: list[_Known], layout: WireLayout, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if not any(known.feedback for known in bucket):
+        names, pieces = self._fed_back(bucket, layout)
+        if not any(names):
             return None
-        names = tuple(known.name if known.feedback else None for known in bucket)
         num_ranks = dist.get_world_size(self.group)
-        pieces = piece_layout(layout, num_ranks)
         return (
             self._sent.together(names, pieces, num_ranks, device),
             self._forwarded.together(names, pieces, 1, device),
         )
+
+    def _fed_back(
+        self, bucket: list[_Known], layout: WireLayout
+    ) -> tuple[tuple[str | None, ...], WireLayout]:
+        names = tuple(known.name if known.feedback else None for known in bucket)
+        return names, piece_layout(layout, dist.get_world_size(self.group))
+
+    def _keep(self, kept: Kept) -> None:
+        """Pack what is kept in few bits of a bucket that is reduced."""
+        names, pieces = self._fed_back(*kept)
+        if any(names):
+            self._sent.keep(names, pieces)
+            self._forwarded.keep(names, pieces)
 
 
 def quantized_ddp_hook(
@@ -229,7 +250,12 @@ def quantized_ddp_hook(
     if bucket.index() == 0:
         state._in_flight.clear()  # of a backward that raised
     known, buffer = state._known_of(bucket), bucket.buffer()
-    segments = tuple(Segment(k.numel, k.quantizer) for k in known)
+    warmup = state.config.warmup
+    warm = warmup is not None and state.step < warmup.steps
+    segments = tuple(
+        Segment(k.numel, k.quantizer and warmup.gradients if warmup and warm else k.quantizer)
+        for k in known
+    )
     layout = wire_layout(segments, buffer.dtype, state.config.verify, zeros=True)
     quantized = layout.quantized and layout.dtype in VALUE_DTYPES
     _advance(state)
@@ -239,7 +265,7 @@ def quantized_ddp_hook(
     elif quantized and state.step >= state.warmup_steps:
         result = _future(buffer.device)
         with state._turns:
-            residuals = state._residuals(known, layout, buffer.device)
+            residuals = None if warm else state._residuals(known, layout, buffer.device)
         pending = all_reduce_quantized(
             buffer,
             state.group,
@@ -253,9 +279,12 @@ def quantized_ddp_hook(
             # All is launched. Whoever waits for the result waits for the stream that sets it.
             with torch.cuda.stream(pending.stream), state._turns:
                 result.set_result(buffer)
+                if not warm:
+                    state._keep((known, layout))
         else:
             assert isinstance(pending, Pending)
-            state._in_flight.append((pending, result, buffer))
+            kept: Kept = ([] if warm else known), layout
+            state._in_flight.append((pending, result, buffer, kept))
     else:
         result = _stock_all_reduce(state, buffer)
     if bucket.is_last():
@@ -268,11 +297,12 @@ def quantized_ddp_hook(
 def _advance(state: QuantizedDDPState) -> None:
     """Take every bucket that is under way one stage further, the oldest first."""
     under_way = []
-    for pending, result, buffer in state._in_flight:
+    for pending, result, buffer, kept in state._in_flight:
         if pending.advance():
+            state._keep(kept)
             result.set_result(buffer)
         else:
-            under_way.append((pending, result, buffer))
+            under_way.append((pending, result, buffer, kept))
     state._in_flight = under_way
 
 
@@ -340,6 +370,8 @@ def _checked(
         )
     if any(schedule_of(way) is not None for way in config.ways("gradients")):
         return "QuantizedDDPState does not learn levels: give it a Quantizer, not Learned", config
+    if warmup_steps and config.warmup is not None:
+        return "QSDPConfig(warmup=...) and warmup_steps are two clocks: give one of them", config
     if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool) or warmup_steps < 0:
         return (
             "QuantizedDDPState(warmup_steps=...) must be an integer of at least 0, "

@@ -253,7 +253,8 @@ def gather_between(rows: torch.Tensor, way: Route) -> Transfers:
         return gather_rows(rows, way)
     if rows.numel() == 0:
         return ()
-    return _share([*rows], rows[way.node], way.counterparts, way, tag=0)
+    own = rows[way.node]
+    return swap_parts([*rows], [own] * len(rows), way.counterparts, way, tag=0)
 
 
 def gather_inside(columns: torch.Tensor, own: torch.Tensor, way: Route) -> Transfers:
@@ -266,7 +267,8 @@ def gather_inside(columns: torch.Tensor, own: torch.Tensor, way: Route) -> Trans
     """
     if own.numel() == 0:
         return ()
-    return _share([*columns.flatten(1)], own.flatten(), way.neighbours, way, tag=2)
+    parts, own = [*columns.flatten(1)], own.flatten()
+    return swap_parts(parts, [own] * len(parts), way.neighbours, way, tag=2)
 
 
 def rows_of_all(wire: torch.Tensor, row_bytes: int, way: Route) -> torch.Tensor:
@@ -308,15 +310,28 @@ def swap_rows(into: torch.Tensor, out: torch.Tensor, peers: range, way: Route) -
     return _started(dist.all_to_all_single, into.view(-1), out.view(-1), way, sizes, sizes)
 
 
-def _share(
-    into: list[torch.Tensor], own: torch.Tensor, peers: range, way: Route, *, tag: int
+def swap_parts(
+    into: Sequence[torch.Tensor],
+    out: Sequence[torch.Tensor],
+    peers: range,
+    way: Route,
+    *,
+    tag: int = 1,
 ) -> Transfers:
-    """Start an all-gather among some ranks: ``own`` to all of them, theirs to ``into``."""
+    """Start an all-to-all of parts of any sizes among some ranks: ``out[i]`` goes to ``peers[i]``.
+
+    Args:
+        into: uint8, contiguous, of the sizes that the peers send; gets what each of them has for
+            this rank. This rank's own part is not written.
+        out: uint8, contiguous; must not change before the transfers are waited for.
+        peers: ranks of the group, this one among them.
+        tag: keeps calls apart that may be under way together.
+    """
     if way.on_gloo:
-        return _swap_with(into, [own] * len(into), peers, way, tag=tag)
-    nothing = own.new_empty(0)
+        return _swap_with(into, out, peers, way, tag=tag)
+    nothing = out[0].new_empty(0)
     received, sent = [nothing] * way.size, [nothing] * way.size
-    for part, rank in zip(into, peers, strict=True):
+    for part, own, rank in zip(into, out, peers, strict=True):
         if rank != way.rank:  # this rank's own is in its place
             received[rank], sent[rank] = part, own
     return _started(dist.all_to_all, received, sent, way)

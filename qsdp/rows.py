@@ -6,13 +6,15 @@ rows have one or two leading dimensions, any strides over these, and count in ro
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 
 from qsdp.buffers import pool
-from qsdp.kernels import backend_for
+from qsdp.kernels import Coder, backend_for, coder
 from qsdp.quantizer import Quantizer
 from qsdp.wire import VALUE_DTYPES, WireLayout, damaged_rows, seal, tensor_layout
 
@@ -188,9 +190,75 @@ def check_rows(wire: torch.Tensor, layout: WireLayout, senders: Sequence[int]) -
         )
 
 
+def compact_rows(wire: torch.Tensor, layout: WireLayout) -> list[torch.Tensor]:
+    """The coded forms of encoded rows (num_rows, layout.row_bytes): uint8 of their own sizes.
+
+    On accelerators the host does it, waits for the rows and copies what it made: a warning says so.
+    """
+    backend, found = _coder_for(wire.device), []
+    for row in wire.cpu():
+        room = pool.take(layout.capacity, torch.uint8, row.device)
+        length = backend.compact(row.contiguous(), layout, room)
+        found.append(room[:length].to(wire.device))
+    return found
+
+
+def expand_rows(
+    coded: Sequence[torch.Tensor],
+    layout: WireLayout,
+    wire: Sequence[torch.Tensor],
+    senders: Sequence[int],
+) -> None:
+    """Write the rows (layout.row_bytes,) whose coded forms arrived to ``wire``.
+
+    Args:
+        senders: the global rank that each came from, for errors.
+
+    Raises:
+        RuntimeError: naming the ranks whose rows are not what their lengths say.
+    """
+    damaged = []
+    for part, row, sender in zip(coded, wire, senders, strict=True):
+        if not _expanded(part, layout, row):
+            damaged.append(sender)
+    if damaged:
+        raise RuntimeError(
+            f"rank {dist.get_rank()} received damaged rows from rank "
+            f"{', '.join(map(str, sorted(damaged)))}: their lengths do not add up; check the "
+            'network or memory between them, or set Quantizer(coding="fixed")'
+        )
+
+
+def _expanded(coded: torch.Tensor, layout: WireLayout, row: torch.Tensor) -> bool:
+    """Write the row of its coded form, on any device; whether it is sound."""
+    there = row if row.is_cpu and row.is_contiguous() else row.new_empty(row.shape, device="cpu")
+    sound = _coder_for(row.device).expand(coded.cpu(), layout, there)
+    if there is not row:
+        row.copy_(there)
+    return sound
+
+
+def _coder_for(device: torch.device) -> Coder:
+    if device.type != "cpu":
+        _warn_of_host()
+    return coder()
+
+
+@lru_cache(maxsize=1)
+def _warn_of_host() -> None:
+    warnings.warn(
+        'Quantizer(coding="elias" or "rice"): rows on accelerators are coded by the host, which '
+        'waits for them and copies them; set coding="fixed" for the speed of the accelerator',
+        stacklevel=5,
+    )
+
+
 def wire_bytes(numel: int, quantizer: Quantizer) -> int:
-    """Bytes on the wire for ``numel`` values of one tensor, padding included."""
-    return tensor_layout(numel, quantizer).row_bytes
+    """Bytes on the wire for ``numel`` values of one tensor, padding included.
+
+    With a coding they follow from the values: these are the most.
+    """
+    return tensor_layout(numel, quantizer).most_bytes
 
 
 def encode(values: torch.Tensor, quantizer: Quantizer, *, key: int = 0) -> torch.Tensor:
@@ -203,7 +271,8 @@ def encode(values: torch.Tensor, quantizer: Quantizer, *, key: int = 0) -> torch
             generator is touched.
 
     Returns:
-        (wire_bytes(values.numel(), quantizer),) uint8 on the same device.
+        (wire_bytes(values.numel(), quantizer),) uint8 on the same device; with a coding at most as
+        many.
 
     Raises:
         TypeError: values of another dtype.
@@ -214,7 +283,7 @@ def encode(values: torch.Tensor, quantizer: Quantizer, *, key: int = 0) -> torch
     wire = torch.empty(1, layout.row_bytes, dtype=torch.uint8, device=values.device)
     rows = values.detach().reshape(1, -1).contiguous()
     encode_rows(rows, layout, wire, key=key & (2**64 - 1))
-    return wire[0]
+    return compact_rows(wire, layout)[0].clone() if layout.coded_spans else wire[0]
 
 
 def decode(
@@ -233,6 +302,7 @@ def decode(
     Raises:
         TypeError: ``wire`` is not uint8, or ``dtype`` is not float32, bfloat16 or float16.
         ValueError: ``wire`` has not the length of ``numel`` encoded values.
+        RuntimeError: the lengths that coded values contain do not add up.
     """
     if wire.dtype != torch.uint8 or dtype not in VALUE_DTYPES:
         raise TypeError(
@@ -240,6 +310,14 @@ def decode(
             f"got {wire.dtype} and dtype={dtype}"
         )
     layout = tensor_layout(numel, quantizer)
+    if layout.coded_spans:
+        row = torch.empty(layout.row_bytes, dtype=torch.uint8, device=wire.device)
+        if not _expanded(wire.contiguous(), layout, row):
+            raise RuntimeError(
+                f"qsdp.decode got {wire.numel()} bytes that are not {numel} values at "
+                f"bits={quantizer.bits}, coding={quantizer.coding!r}: their lengths do not add up"
+            )
+        wire = row
     if wire.numel() != layout.row_bytes:
         raise ValueError(
             f"{numel} values at bits={quantizer.bits}, block_size={quantizer.block_size} are "

@@ -14,12 +14,12 @@ from qsdp.buffers import pool
 from qsdp.exchange import (
     Route,
     Stages,
-    gather_in_hops,
     own_row,
     rows_of_all,
     swap_rows,
 )
 from qsdp.kernels.philox import derive_key
+from qsdp.ragged import gather_encoded, swap_encoded
 from qsdp.rows import decode_rows, encode_rows, sum_rows, take_rows
 from qsdp.stats import CommMeter
 from qsdp.wire import WireLayout, wire_layout
@@ -40,7 +40,7 @@ def gather_stages(
     with meter.phase("encode", device):
         values, own = input.view(1, -1), own_row(rows, way)
         encode_rows(values, layout, own, key=key, first_row=way.rank, sender=way.rank)
-    yield from gather_in_hops(rows, way, meter, stock=(way.size - 1) * input.nbytes)
+    yield from gather_encoded(rows, layout, way, meter, stock=(way.size - 1) * input.nbytes)
     with meter.phase("decode", device):
         decode_rows(rows, layout, output.view(*rows.shape[:-1], -1), way.global_ranks)
 
@@ -55,7 +55,7 @@ def reduce_stages(
     meter: CommMeter,
     *,
     inside: WireLayout,
-    residual: torch.Tensor | None = None,
+    residuals: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     reuse_input: bool = False,
 ) -> Stages:
     """:func:`reduce_scatter_quantized` as stages.
@@ -63,18 +63,16 @@ def reduce_stages(
     Args:
         layout: between nodes, where rows take two hops: of sums, which are float32.
         inside: inside nodes, where rows take two hops.
+        residuals: for error feedback, inside nodes, and of what reaches the owners.
         reuse_input: rows that arrive may be written over ``input`` once it is encoded.
-
-    Raises:
-        ValueError: a residual for two hops.
     """
     if not way.two_level:
         return _one_hop(
-            output, input, way, layout, factors, key, meter, residual, reuse_input=reuse_input
+            output, input, way, layout, factors, key, meter, residuals[1], reuse_input=reuse_input
         )
-    if residual is not None:
-        raise ValueError("reduce_scatter_quantized takes a residual or ranks_per_node, not both")
-    return _two_hops(output, input, way, inside, layout, factors, key, meter, reuse_input)
+    return _two_hops(
+        *(output, input, way, inside, layout, factors, key, meter, residuals, reuse_input)
+    )
 
 
 def _one_hop(
@@ -92,16 +90,14 @@ def _one_hop(
     rows = input.view(way.size, -1)
     wire = take_rows(way.size, layout, device)
     with meter.phase("encode", device):
-        if residual is not None:
-            residual += rows
-            rows = residual.to(rows.dtype, copy=True)
-        encode_rows(rows, layout, wire, key=derive_key(key, way.rank), sender=way.rank)
-        if residual is not None:
-            _keep_what_was_lost(residual, wire, layout, way.rank)
+        _encode_with(residual, rows, layout, wire, derive_key(key, way.rank), way.rank)
     stock = (way.size - 1) * output.numel() * input.element_size()
-    meter.count_rows(layout.row_bytes, way.size, stock=stock)
     arrived = _rows_to_receive(wire, input if reuse_input else None)
-    yield swap_rows(arrived, wire, range(way.size), way)
+
+    def count(sent: int) -> None:
+        meter.count_sent(sent, way.size, stock=stock)
+
+    yield from swap_encoded(arrived, wire, layout, range(way.size), way, meter, count)
     with meter.phase("decode", device):
         multiply, divide = factors
         sum_rows(arrived, layout, output, way.global_ranks, multiply=multiply, divide=divide)
@@ -116,20 +112,25 @@ def _two_hops(
     factors: tuple[float, float],
     key: int,
     meter: CommMeter,
+    residuals: tuple[torch.Tensor | None, torch.Tensor | None],
     reuse_input: bool,
 ) -> Stages:
+    of_inside, of_sums = residuals
     per_node, num_nodes, device = way.ranks_per_node, way.num_nodes, input.device
     key = derive_key(key, way.rank)
-    meter.count_hops(
-        (num_nodes - 1) * layout.row_bytes,
-        (per_node - 1) * num_nodes * inside.row_bytes,
-        stock=(way.size - 1) * output.numel() * input.element_size(),
-    )
+    stock = (way.size - 1) * output.numel() * input.element_size()
+
+    def count(between: int) -> None:
+        within = (per_node - 1) * num_nodes * inside.row_bytes
+        meter.count_hops(between, within, stock=stock)
+
     with meter.phase("encode", device):
         # To the rank of a place goes what this place owns, for every node.
         to_places = take_rows(way.size, inside, device).view(per_node, num_nodes, -1)
         by_ranks = input.view(num_nodes, per_node, -1)
-        encode_rows(by_ranks, inside, to_places.transpose(0, 1), key=key, sender=way.place)
+        if of_inside is not None:
+            of_inside = of_inside.view(by_ranks.shape)
+        _encode_with(of_inside, by_ranks, inside, to_places.transpose(0, 1), key, way.place)
     from_places = _rows_to_receive(to_places, input if reuse_input else None)
     yield swap_rows(from_places, to_places, way.neighbours, way)
     del to_places  # its memory serves the rest
@@ -140,8 +141,8 @@ def _two_hops(
             sum_rows(from_places[:, node], inside, sums[node], senders)
     with meter.phase("encode", device):
         to_nodes, from_nodes = (take_rows(num_nodes, layout, device) for _ in range(2))
-        encode_rows(sums, layout, to_nodes, key=derive_key(key, 1), sender=way.node)
-    yield swap_rows(from_nodes, to_nodes, way.counterparts, way)
+        _encode_with(of_sums, sums, layout, to_nodes, derive_key(key, 1), way.node)
+    yield from swap_encoded(from_nodes, to_nodes, layout, way.counterparts, way, meter, count)
     with meter.phase("decode", device):
         senders = tuple(way.global_ranks[rank] for rank in way.counterparts)
         multiply, divide = factors
@@ -183,6 +184,23 @@ def _rows_to_receive(wire: torch.Tensor, reusable: torch.Tensor | None) -> torch
     if reusable is not None and reusable.nbytes >= wire.nbytes:
         return reusable.view(torch.uint8)[: wire.numel()].view(wire.shape)
     return pool.take(wire.numel(), torch.uint8, wire.device).view(wire.shape)
+
+
+def _encode_with(
+    residual: torch.Tensor | None,
+    rows: torch.Tensor,
+    layout: WireLayout,
+    wire: torch.Tensor,
+    key: int,
+    sender: int,
+) -> None:
+    """Encode rows plus what was lost of those before, if that is remembered, which is replaced."""
+    if residual is None:
+        return encode_rows(rows, layout, wire, key=key, sender=sender)
+    residual += rows
+    exact = residual if rows.dtype == residual.dtype else residual.to(rows.dtype)
+    encode_rows(exact, layout, wire, key=key, sender=sender)
+    _keep_what_was_lost(residual, wire, layout, sender)
 
 
 def _keep_what_was_lost(

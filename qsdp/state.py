@@ -81,7 +81,8 @@ def load_comm_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 
 
 def _remembers(unit: Unit) -> bool:
-    return unit.learns or bool(_kept(unit)) or _feeds_back(unit)
+    clock = unit.learns or unit.config.warmup is not None
+    return clock or bool(_kept(unit)) or _feeds_back(unit)
 
 
 def _kept(unit: Unit) -> dict[str, KeptWeights]:
@@ -92,7 +93,7 @@ def _kept(unit: Unit) -> dict[str, KeptWeights]:
 
 
 def _feeds_back(unit: Unit) -> bool:
-    return bool(_residual_shapes(unit))
+    return bool(_blank_residuals(unit))
 
 
 def _learnables(unit: Unit) -> list[Learnable]:
@@ -137,8 +138,7 @@ def _own_state(unit: Unit) -> dict[str, torch.Tensor]:
         for kind, residuals in _residuals(unit).items()
         for name, residual in residuals.state().items()
     }
-    for name, shape in _residual_shapes(unit).items():
-        own[name] = known[name] if name in known else torch.zeros(shape, device=unit.handle.device)
+    own |= _blank_residuals(unit) | known
     return {f"{name}.rank{dist.get_rank()}": value for name, value in own.items()}
 
 
@@ -152,7 +152,7 @@ def _load_own(unit: Unit, state: Mapping[str, torch.Tensor]) -> None:
             work.wait()
         kept.refill(rows)
     for kind, residuals in _residuals(unit).items():
-        names = [name for name in _residual_shapes(unit) if name.startswith(f"{kind}.")]
+        names = [name for name in _blank_residuals(unit) if name.startswith(f"{kind}.")]
         device = unit.handle.device
         residuals.load(
             {name.removeprefix(f"{kind}."): state[name + suffix].to(device) for name in names}
@@ -160,24 +160,31 @@ def _load_own(unit: Unit, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _residuals(unit: Unit) -> dict[str, Any]:
-    sent, forwarded = unit.replica_residuals
-    return {"residual": unit.residuals, "replica_sent": sent, "replica_forwarded": forwarded}
+    sent, forwarded = unit.fed_back.replicas
+    own = {"residual": unit.fed_back.residuals, "residual_inside": unit.fed_back.inside}
+    return own | {"replica_sent": sent, "replica_forwarded": forwarded}
 
 
-def _residual_shapes(unit: Unit) -> dict[str, tuple[int, int]]:
-    """Of every residual that error feedback may have, by its name in a state."""
-    handle, sizes = unit.handle, unit.handle.shard_numels
-    shapes: dict[str, tuple[int, int]] = {}
+def _blank_residuals(unit: Unit) -> dict[str, torch.Tensor]:
+    """Every residual that error feedback may have, by its name in a state, as of a fresh model."""
+    handle, sizes, way = unit.handle, unit.handle.shard_numels, unit.reduce_route
+    of, found = _residuals(unit), {}
+
+    def add(kind: str, name: str, num_rows: int, numel: int) -> None:
+        found[f"{kind}.{name}"] = of[kind].blank(name, num_rows, numel, handle.device)
+
     for index, name in enumerate(handle.names):
-        if unit.feeds_back("gradients", index):
-            shapes[f"residual.{name}"] = (handle.group.size(), sizes[index])
-        if unit.feeds_back("replicas", index):
+        if unit.fed_back.takes("gradients", index):
+            add("residual", name, way.num_nodes if way.two_level else way.size, sizes[index])
+            if way.two_level and unit.way("inside_node", index) is not None:
+                add("residual_inside", name, way.size, sizes[index])
+        if unit.fed_back.takes("replicas", index):
             assert handle.replicate_group is not None
             replicas = handle.replicate_group.size()
             piece = piece_layout(unit.raw_layout(sizes[index], torch.float32), replicas).numel
-            shapes[f"replica_sent.{name}"] = (replicas, piece)
-            shapes[f"replica_forwarded.{name}"] = (1, piece)
-    return shapes
+            add("replica_sent", name, replicas, piece)
+            add("replica_forwarded", name, 1, piece)
+    return found
 
 
 def _check(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:

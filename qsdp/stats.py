@@ -139,8 +139,17 @@ class CommMeter:
 
     def count_rows(self, row_bytes: int, num_ranks: int, *, stock: int) -> None:
         """Add one flat exchange: a row to every other rank, and what stock would have sent."""
+        self.count_sent((num_ranks - 1) * row_bytes, num_ranks, stock=stock)
+
+    def count_sent(self, sent: int, num_ranks: int, *, stock: int) -> None:
+        """The same for rows of any sizes, which leave the node in proportion to who is elsewhere.
+
+        Args:
+            sent: bytes to all other ranks.
+        """
         elsewhere = num_ranks - min(self.ranks_per_node, num_ranks)
-        self.count_hops(elsewhere * row_bytes, (num_ranks - 1 - elsewhere) * row_bytes, stock=stock)
+        between = sent * elsewhere // max(num_ranks - 1, 1)
+        self.count_hops(between, sent - between, stock=stock)
 
     def count_hops(self, between: int, inside: int, *, stock: int) -> None:
         """Add one exchange: bytes to other nodes, bytes inside this one, and stock's."""

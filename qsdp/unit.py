@@ -11,18 +11,17 @@ import torch.distributed as dist
 
 from qsdp.config import QSDPConfig
 from qsdp.exchange import Route, launched_ranks_per_node, route
+from qsdp.feedback import FedBack, Reduction
 from qsdp.kernels.philox import derive_key
 from qsdp.levels import Learnable, LevelLearner
 from qsdp.memory import KeptWeights
 from qsdp.param_group import ParamGroup
-from qsdp.residuals import Residuals
 from qsdp.rows import warm_up
 from qsdp.streams import Turns
 from qsdp.watch import Watch
 from qsdp.ways import (
     Differences,
     Direction,
-    Feedback,
     Way,
     kept_layout,
     quantizer_of,
@@ -52,25 +51,6 @@ class Part:
     kept: KeptWeights | None
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """Gradients that are reduced together: some parameters', in one dtype.
-
-    Attributes:
-        indices: of the parameters; None where they are not known, and all travel as they are.
-        layout: of the row that reaches its owner; of sums, in float32, where rows take two hops.
-        inside: of the rows inside a node, where rows take two hops.
-        replicas: of what HSDP's replicas reduce.
-        feedback: names of the parameters, None for those without error feedback; empty if none has.
-    """
-
-    indices: tuple[int, ...] | None
-    layout: WireLayout
-    inside: WireLayout
-    replicas: WireLayout
-    feedback: tuple[str | None, ...]
-
-
 class Unit:
     """The plan of one parameter group: ways, layouts, tables, memory. Made when qsdp is applied.
 
@@ -79,9 +59,7 @@ class Unit:
         ways: of each parameter, in the flat buffer's order.
         gather_route, reduce_route: with whom rows are exchanged, in one hop or two.
         learner: tables of levels and their clock.
-        residuals: of gradients, for error feedback.
-        replica_residuals: of the all-reduce between replicas: of what this rank contributes, and of
-            the sums that it forwards.
+        fed_back: what error feedback adds to gradients.
         turns: order between uses of what is remembered.
         watch: whether weights may have changed otherwise than by an optimizer.
         weights_key, gradients_key, replicas_key: of the random rounding.
@@ -101,7 +79,7 @@ class Unit:
         self.everything = tuple(range(len(self.ways)))
         self.gather_route, self.reduce_route = self._routes()
         self.learner = LevelLearner()
-        self.residuals, self.replica_residuals = Residuals(), (Residuals(), Residuals())
+        self.fed_back = FedBack(self.names, self.ways, handle.device)
         self.turns, self.watch = Turns(handle.device), Watch(handle)
         self.weights_key = derive_key(config.seed, _WEIGHTS, handle.index)
         self.gradients_key = derive_key(config.seed, _GRADIENTS, handle.index, dist.get_rank())
@@ -120,11 +98,7 @@ class Unit:
         group, device = self.handle.group, self.handle.device
         reduce_group = self.handle.reduce_group
         per_node = self.config.ranks_per_node or launched_ranks_per_node(group)
-        flat = any(isinstance(ways["gradients"], Feedback) for ways in self.ways)
-        return (
-            route(group, device, per_node),
-            route(reduce_group, device, None if flat else per_node),
-        )
+        return route(group, device, per_node), route(reduce_group, device, per_node)
 
     def reduces_in(self, group: dist.ProcessGroup) -> bool:
         """Whether ``group`` has the ranks of the shards; gradients are exchanged in it then.
@@ -206,8 +180,17 @@ class Unit:
 
     def before_reduction(self, indices: tuple[int, ...]) -> None:
         """Take note of the parameters whose gradients are about to be reduced."""
+        was_warm = self.warms_up
         self._before_reduction = indices
         self.learner.reductions += 1
+        if was_warm != self.warms_up:
+            self._reductions.clear()
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether gradients travel as the warm-up says, now that they are being reduced."""
+        warmup = self.config.warmup
+        return warmup is not None and self.learner.reductions <= warmup.steps
 
     def reduction(self, numel: int, dtype: torch.dtype) -> Reduction:
         """Of the parameters whose gradients are being reduced.
@@ -234,7 +217,9 @@ class Unit:
         return Reduction(None, sums, raw, raw, ())
 
     def _reduction(self, indices: tuple[int, ...], dtype: torch.dtype) -> Reduction:
-        feedback = self._feedback_names("gradients", indices)
+        if self.warms_up:
+            return self._warm_reduction(indices, dtype)
+        feedback = self.fed_back.names("gradients", indices)
         sums = torch.float32 if self.reduce_route.two_level else dtype
         return Reduction(
             indices,
@@ -242,6 +227,24 @@ class Unit:
             self.layout("inside_node", indices, dtype),
             self.layout("replicas", indices, dtype),
             feedback if any(feedback) else (),
+        )
+
+    def _warm_reduction(self, indices: tuple[int, ...], dtype: torch.dtype) -> Reduction:
+        assert self.config.warmup is not None
+        quantizer, sizes = self.config.warmup.gradients, [self.sizes[i] for i in indices]
+
+        def layout(direction: Direction, kind: torch.dtype, way: Way) -> WireLayout:
+            ways = [way if self.way(direction, i) is not None else None for i in indices]
+            return row_layout(sizes, ways, direction, kind, self.config.verify)
+
+        sums = torch.float32 if self.reduce_route.two_level else dtype
+        return Reduction(
+            indices,
+            layout("gradients", sums, quantizer),
+            layout("inside_node", dtype, None),
+            layout("replicas", dtype, quantizer),
+            (),
+            warm=True,
         )
 
     def learn(
@@ -322,33 +325,3 @@ class Unit:
         if not any(isinstance(ways["weights"], Differences) for ways in self.ways):
             return 0
         return sum(part.kept.wire.nbytes for part in self.parts() if part.kept is not None)
-
-    def feeds_back(self, direction: Direction, index: int) -> bool:
-        """Whether what is lost of a parameter's gradients is added to the next ones."""
-        return isinstance(self.way(direction, index), Feedback)
-
-    def residual(self, reduction: Reduction) -> torch.Tensor | None:
-        """Of these parameters' gradients, for :func:`qsdp.reduce_scatter_quantized`."""
-        if not reduction.feedback:
-            return None
-        size, device = self.reduce_route.size, self.handle.device
-        return self.residuals.together(reduction.feedback, reduction.layout, size, device)
-
-    def replica_residual(
-        self, indices: tuple[int, ...], pieces: WireLayout, num_replicas: int
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Of these parameters' gradients, for :func:`qsdp.all_reduce_quantized`."""
-        names = self._feedback_names("replicas", indices)
-        if not any(names):
-            return None
-        sent, forwarded = self.replica_residuals
-        device = self.handle.device
-        return (
-            sent.together(names, pieces, num_replicas, device),
-            forwarded.together(names, pieces, 1, device),
-        )
-
-    def _feedback_names(
-        self, direction: Direction, indices: tuple[int, ...]
-    ) -> tuple[str | None, ...]:
-        return tuple(self.names[i] if self.feeds_back(direction, i) else None for i in indices)

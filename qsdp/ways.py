@@ -39,10 +39,16 @@ class Learned:
     def __post_init__(self) -> None:
         require_kind("Learned", "quantizer", self.quantizer, (Quantizer,))
         require_kind("Learned", "schedule", self.schedule, (LevelSchedule,))
-        if self.quantizer.rounding != "nearest" or self.quantizer.levels is not None:
+        fixed = self.quantizer.levels is not None or self.quantizer.scaling == "mean"
+        if self.quantizer.rounding != "nearest" or fixed:
             raise ValueError(
-                'Learned(quantizer=...) must have rounding="nearest" and levels=None, '
-                f"got {self.quantizer}"
+                'Learned(quantizer=...) must have rounding="nearest" and levels=None, and a '
+                f'grid between extremes, not scaling="mean", got {self.quantizer}'
+            )
+        if self.quantizer.coded or self.quantizer.scaling == "l2":
+            raise ValueError(
+                'Learned(quantizer=...) must have coding="fixed" and scaling="minmax" or '
+                f'"symmetric", got {self.quantizer}'
             )
 
 
@@ -80,25 +86,73 @@ class Differences:
             raise ValueError(
                 f"Differences(kept=...) must have rounding='nearest', got {self.kept.rounding!r}"
             )
+        if self.kept is not None and self.kept.coded:
+            raise ValueError(
+                "Differences(kept=...) stays where it is and must have coding='fixed', got "
+                f"{self.kept.coding!r}: set the coding of Differences(quantizer=...)"
+            )
 
 
 @dataclass(frozen=True)
 class Feedback:
     """Error feedback: what quantization lost of one gradient is added to the next.
 
-    Costs a float32 for each element of the model on every rank.
+    Where collectives take two levels, of each hop that is quantized: inside a node of the whole
+    gradient, between nodes of this rank's sums. In an all-reduce, of what a rank contributes and of
+    the sums that it forwards.
 
     Attributes:
         quantizer: of the gradients, or :class:`Learned`.
+        decay: what is added is ``decay`` times what was lost, from 0 (nothing) to 1.
+        memory: how a rank keeps what was lost, a quantizer with ``rounding="nearest"``, such as
+            ``Quantizer(8, 256, "nearest", scaling="symmetric")`` for about a byte an element; None
+            for a float32.
 
     Raises:
-        TypeError: ``quantizer`` is neither.
+        TypeError, ValueError: a part of the wrong type, or one that does not fit.
     """
 
     quantizer: Quantizer | Learned
+    decay: float = 1.0
+    memory: Quantizer | None = None
 
     def __post_init__(self) -> None:
         require_kind("Feedback", "quantizer", self.quantizer, (Quantizer, Learned))
+        require_kind("Feedback", "memory", self.memory, (Quantizer, None))
+        if isinstance(self.decay, bool) or not isinstance(self.decay, int | float):
+            raise TypeError(f"Feedback(decay=...) must be a number, got {self.decay!r}")
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"Feedback(decay=...) must be from 0 to 1, got {self.decay!r}")
+        if self.memory is not None and self.memory.rounding != "nearest":
+            raise ValueError(
+                f"Feedback(memory=...) must have rounding='nearest', got {self.memory.rounding!r}"
+            )
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """Gradients travel in another way at first: the clock of 1-bit methods.
+
+    Counted in backwards that reduce, for each unit. Until then nothing is fed back; parameters
+    that travel in full precision do so from the start.
+
+    Attributes:
+        steps: how many.
+        gradients: a quantizer for them, or None for full precision.
+
+    Raises:
+        TypeError, ValueError: a part of the wrong type, or out of range.
+    """
+
+    steps: int
+    gradients: Quantizer | None = None
+
+    def __post_init__(self) -> None:
+        require_kind("Warmup", "gradients", self.gradients, (Quantizer, None))
+        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
+            raise ValueError(
+                f"Warmup(steps=...) must be an integer of at least 1, got {self.steps!r}"
+            )
 
 
 Way = Quantizer | Learned | Differences | Feedback | None
@@ -200,7 +254,8 @@ def way_to_json(way: Way) -> dict[str, Any] | None:
         kept = {"kept": way.kept and asdict(way.kept), "offload": way.offload}
         return {"differences": asdict(way.quantizer), **kept}
     if isinstance(way, Feedback):
-        return {"feedback": way_to_json(way.quantizer)}
+        more = {"decay": way.decay, "memory": way.memory and asdict(way.memory)}
+        return {"feedback": way_to_json(way.quantizer), **more}
     return None if way is None else asdict(way)
 
 
@@ -213,13 +268,20 @@ def way_from_json(value: Any, name: str) -> Any:
     kind = next((k for k in ("learned", "differences", "feedback") if k in value), None)
     if kind is None:
         return Quantizer.from_json(value, name)
-    others = {"learned": ["schedule"], "differences": ["kept", "offload"], "feedback": []}[kind]
+    others = {
+        "learned": ["schedule"],
+        "differences": ["kept", "offload"],
+        "feedback": ["decay", "memory"],
+    }[kind]
     for key in value:
         if key not in (kind, *others):
-            allowed = " and ".join(map(repr, others)) or "nothing"
+            allowed = " and ".join(map(repr, others))
             raise ValueError(f"unknown field {key!r} of {name}: beside {kind!r} goes {allowed}")
     if kind == "feedback":
-        return Feedback(way_from_json(value[kind], f"{name}.{kind}"))
+        more = {key: value[key] for key in others if key in value}
+        if more.get("memory") is not None:
+            more["memory"] = Quantizer.from_json(more["memory"], f"{name}.memory")
+        return Feedback(way_from_json(value[kind], f"{name}.{kind}"), **more)
     inner = Quantizer.from_json(value[kind], f"{name}.{kind}")
     if kind == "learned":
         return Learned(inner, LevelSchedule(**value.get("schedule") or {}))
@@ -234,6 +296,13 @@ def ways_from_json(value: Any, name: str) -> Ways:
     if sorted(value) != ["gradients", "weights"]:
         raise ValueError(f"{name} must have the fields weights and gradients, got {sorted(value)}")
     return Ways(**{key: way_from_json(way, f"{name}.{key}") for key, way in value.items()})
+
+
+def warmup_from_json(value: Any) -> Warmup:
+    """A warm-up from a mapping of its fields."""
+    if not isinstance(value, Mapping) or not {"steps"} <= {*value} <= {"steps", "gradients"}:
+        raise ValueError(f"warmup must have the fields steps and gradients, got {value!r}")
+    return Warmup(value["steps"], way_from_json(value.get("gradients"), "warmup.gradients"))
 
 
 def require_kind(owner: str, name: str, value: object, allowed: tuple[type | None, ...]) -> None:

@@ -19,13 +19,21 @@ plane the first value sits in the lowest bits of a byte.
 
 A block has two numbers, scale and offset, where scaling is min-max, and its scale alone otherwise;
 as float32 or as bfloat16. A segment's numbers are padded to a multiple of META_ALIGNMENT.
+
+Where segments are coded (``Quantizer(coding=...)``), what travels is another form of the same row,
+of a size of its own (:mod:`qsdp.kernels.coded`):
+
+    coded row = an int64: its bytes, all of them
+              | the row's bytes that are no codes of coded segments, in their order
+              | a uint16 for each of their blocks: 14 bits length, 2 bits mode
+              | the blocks' streams of bytes, block after block
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
@@ -39,6 +47,10 @@ MARK_BYTES = CHECKSUM_BYTES = 8
 ZERO_GROUP = 32  # values that share a bit in a map of zeros
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as int64
 META_ALIGNMENT = 4
+LENGTH_BYTES = 8  # of a coded row: what it begins with
+BLOCK_HEADER_BYTES = 2
+# Behind a coded row: encoders write their parts of it apart, and whole words.
+_CODED_SLACK = 1024
 
 
 @dataclass(frozen=True)
@@ -157,6 +169,40 @@ class WireLayout:
     def quantized(self) -> bool:
         """Whether a segment is quantized."""
         return any(segment.quantizer is not None for segment in self.segments)
+
+    @cached_property
+    def coded_spans(self) -> tuple[Span, ...]:
+        """Segments whose codes travel in numbers of variable length; without empty ones."""
+        return tuple(
+            span
+            for span in self.spans
+            if span.segment.quantizer is not None
+            and span.segment.quantizer.coded
+            and span.segment.numel
+        )
+
+    @cached_property
+    def plain_places(self) -> tuple[slice, ...]:
+        """Where a row's bytes lie that are no codes of coded segments, in their order."""
+        places, at = [], 0
+        for span in self.coded_spans:
+            if span.data_offset > at:
+                places.append(slice(at, span.data_offset))
+            at = span.data_offset + span.segment.code_bytes
+        return (*places, slice(at, self.row_bytes)) if at < self.row_bytes else tuple(places)
+
+    @cached_property
+    def most_bytes(self) -> int:
+        """The most bytes that a row takes where it travels; from sizes alone."""
+        if not self.coded_spans:
+            return self.row_bytes
+        blocks = sum(span.segment.num_blocks for span in self.coded_spans)
+        return LENGTH_BYTES + self.row_bytes + BLOCK_HEADER_BYTES * blocks
+
+    @cached_property
+    def capacity(self) -> int:
+        """Bytes of the memory in which the coded form of a row is written."""
+        return -(-(self.most_bytes + _CODED_SLACK) // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
     def meta(self, wire: torch.Tensor, span: Span) -> torch.Tensor:
         """Typed view: (..., num_blocks, meta_numbers), scale and offset of every block."""

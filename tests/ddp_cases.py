@@ -23,6 +23,7 @@ from qsdp import (
     QSDPConfig,
     QuantizedDDPState,
     Quantizer,
+    Warmup,
     quantized_ddp_hook,
 )
 
@@ -192,6 +193,19 @@ def case_saved_state_resumes(rank: int) -> None:
 
     DDP starts with other buckets than it has after a step: nearest rounding does not see that.
     """
+    raises_everywhere(
+        lambda: hooked(QSDPConfig(None, Quantizer(8), warmup=Warmup(2)), warmup_steps=1),
+        "are two clocks: give one of them",
+    )
+    memory = Quantizer(8, 64, "nearest", scaling="symmetric")
+    config = QSDPConfig(None, Feedback(Quantizer(3, 64, "nearest"), memory=memory))
+    config = replace(config, warmup=Warmup(3, Quantizer(8, 64, "nearest")))
+    model, state = hooked(config)
+    train(model, rank, 4)
+    other, fresh = hooked(config)
+    other.load_state_dict(model.state_dict())
+    fresh.load_state_dict(state.state_dict())
+    assert train(model, rank, 3, 4) == train(other, rank, 3, 4)
     config = QSDPConfig(None, Feedback(Quantizer(3, 64, "nearest")))
     model, state = hooked(config, warmup_steps=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -839,6 +839,50 @@ def four_case_two_level(rank: int) -> None:
     )
 
 
+def four_case_feedback_takes_both_hops(rank: int) -> None:
+    """Two nodes of two: what arrives adds up to the truth, whatever hop lost it, and resumes.
+
+    The same between HSDP's replicas, at both ends.
+    """
+    signs = Quantizer(1, 64, "nearest", scaling="mean")
+    memory = Quantizer(8, 64, "nearest", scaling="symmetric")
+    inside = Quantizer(4, 64, "nearest")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for way in (signs, Feedback(signs), Feedback(signs, memory=memory)):
+        for config in (
+            QSDPConfig(None, way, ranks_per_node=2),
+            QSDPConfig(None, way, ranks_per_node=2, inside_node=inside),
+            QSDPConfig(None, Quantizer(8, 64, "nearest"), replicas=way),
+        ):
+            kwargs = {} if config.replicas is None else {"mesh": mesh}
+            stock, model = build(**kwargs), qsdp.apply_qsdp(build(**kwargs), config)
+            loss_of(stock, batch(rank, 0)).backward()
+            exact = torch.cat([p.grad.to_local().flatten() for p in stock.parameters()])
+            total, states = torch.zeros_like(exact), []
+            for step in range(24):
+                if step in (12, 13) and isinstance(way, Feedback):
+                    states.append(qsdp.comm_state_dict(model))
+                model.zero_grad()
+                loss_of(model, batch(rank, 0)).backward()
+                found = torch.cat([p.grad.to_local().flatten() for p in model.parameters()])
+                total += found
+                if step == 12:
+                    then = found
+            far = float((total / 24 - exact).norm() / exact.norm())
+            assert (far < 0.12) == isinstance(way, Feedback), (far, config)
+            if not states:
+                continue
+            assert states[0].keys() == states[1].keys()
+            qsdp.apply_qsdp(model, config)
+            qsdp.load_comm_state_dict(model, states[0])
+            model.zero_grad()
+            loss_of(model, batch(rank, 0)).backward()
+            again = torch.cat([p.grad.to_local().flatten() for p in model.parameters()])
+            assert torch.equal(again, then), config
+            later = qsdp.comm_state_dict(model)
+            assert all(torch.equal(later[name], value) for name, value in states[1].items())
+
+
 def four_case_differences_are_kept_once_a_node(rank: int) -> None:
     """Two nodes of two: every weight bit for bit as with flat gathers, and half of the memory.
 

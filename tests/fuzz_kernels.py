@@ -24,7 +24,7 @@ from random import Random
 import torch
 
 from qsdp.kernels import build, cpu, reference
-from qsdp.kernels.compare import same_bits, same_stats
+from qsdp.kernels.compare import same_bits, same_stats, with_bits
 from qsdp.quantizer import MAX_BITS, MIN_BITS, Quantizer, every_format
 from qsdp.wire import VALUE_DTYPES, Segment, WireLayout, wire_layout
 
@@ -90,9 +90,9 @@ def random_segment(random: Random) -> Segment:
     if bits is None:
         return Segment(numel)
     form = random.choice(FORMATS)
-    levels = random_levels(random, bits) if form.levels else None
-    block_size = random.choice(BLOCK_SIZES)
-    return Segment(numel, replace(form, bits=bits, block_size=block_size, levels=levels))
+    chosen = with_bits(replace(form, levels=None), bits, random.choice(BLOCK_SIZES))
+    levels = random_levels(random, chosen.bits) if form.levels else None
+    return Segment(numel, replace(chosen, levels=levels))
 
 
 def random_case(random: Random, isas: list[str]) -> Case:

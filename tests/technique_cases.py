@@ -14,7 +14,16 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import qsdp
-from qsdp import Differences, Feedback, Learned, LevelSchedule, QSDPConfig, Quantizer, Ways
+from qsdp import (
+    Differences,
+    Feedback,
+    Learned,
+    LevelSchedule,
+    QSDPConfig,
+    Quantizer,
+    Warmup,
+    Ways,
+)
 from qsdp.agreement import all_gather_json
 from qsdp.state import FORMAT
 
@@ -25,6 +34,9 @@ FOUR_BITS = Quantizer(4, 64, "nearest")
 DIFFERENCE = QSDPConfig(Differences(FOUR_BITS, kept=None), Quantizer(8), seed=3)
 LIGHT = replace(DIFFERENCE, weights=Differences(FOUR_BITS, kept=Quantizer(8, 64, "nearest")))
 FED_BACK = QSDPConfig(None, Feedback(Quantizer(3, 64, "nearest")))
+BYTES = Quantizer(8, 64, "nearest", scaling="symmetric")
+SIGNS = Quantizer(1, 64, "nearest", scaling="mean", scale_dtype="bfloat16")
+ONE_BIT = QSDPConfig(None, Feedback(SIGNS, decay=0.75, memory=BYTES))
 
 
 def require_equal_on_ranks(values: list[torch.Tensor]) -> None:
@@ -154,8 +166,68 @@ MIXED = replace(
 
 def case_resumed_run_equals_uninterrupted(rank: int) -> None:
     """Bit for bit, in the middle of a schedule, of differences and of error feedback."""
-    for config in (LEARNING, DIFFERENCE, LIGHT, FED_BACK, MIXED):
+    for config in (LEARNING, DIFFERENCE, LIGHT, FED_BACK, MIXED, ONE_BIT):
         resumed_equals_uninterrupted(config, rank)
+
+
+def case_resumes_in_at_the_end_of_and_after_the_warm_up(rank: int) -> None:
+    """The state is saved after three steps."""
+    for warmup in (Warmup(5), Warmup(3, Quantizer(8, 64, "nearest")), Warmup(2)):
+        resumed_equals_uninterrupted(replace(ONE_BIT, warmup=warmup), rank)
+
+
+def case_warm_up_is_the_other_way_for_its_steps(rank: int) -> None:
+    """Bit for bit, and then the configuration's own with nothing to feed back yet."""
+    other = Quantizer(8, 64, "nearest")
+    for warm in (None, other):
+        first = qsdp.apply_qsdp(build(), QSDPConfig(None, warm)) if warm else build()
+        model = qsdp.apply_qsdp(build(), replace(ONE_BIT, warmup=Warmup(2, warm)))
+        assert train(first, rank, 2) == train(model, rank, 2)
+        assert equal(shards(first), shards(model))
+        state = qsdp.comm_state_dict(model)
+        assert not any(v.any() for name, v in state.items() if name.startswith("residual."))
+        qsdp.apply_qsdp(first, ONE_BIT)
+        assert train(first, rank, 2, first=2) == train(model, rank, 2, first=2)
+        assert equal(shards(first), shards(model))
+
+
+def case_one_bit_trains(rank: int) -> None:
+    """Signs with feedback, in a byte an element or a float32; one bit with dither and without."""
+    dithered = Quantizer(1, 64, "dither", scale_dtype="bfloat16", transform="hadamard")
+    for way in (Feedback(SIGNS), Feedback(SIGNS, memory=BYTES), dithered):
+        model = qsdp.apply_qsdp(build(), QSDPConfig(None, way))
+        losses = train(model, rank, 6)
+        assert losses[-1] < losses[0], way
+        stats = qsdp.comm_stats(model)
+        assert stats.stock_reduce_scatter > 10 * stats.reduce_scatter_sent
+
+
+def case_second_moment_freezes_on_shards(rank: int) -> None:
+    """At one floor for all shards of a parameter, and the optimizer's state says so."""
+    model = qsdp.apply_qsdp(build(), ONE_BIT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.8))
+    qsdp.freeze_second_moment(optimizer, 21, floor=0.5, config=ONE_BIT)
+    train(model, rank, 21, optimizer=optimizer)
+    weight = model.blocks[0].up.weight
+    learned = optimizer.state[weight]["exp_avg_sq"].full_tensor() / (1 - 0.8**21)
+    for steps in (1, 3):
+        losses = train(model, rank, steps, first=21, optimizer=optimizer)
+        assert all(math.isfinite(loss) for loss in losses)
+        found = optimizer.state[weight]["exp_avg_sq"].full_tensor()
+        assert torch.allclose(found, learned.clamp(min=0.5 * float(learned.mean())))
+
+
+def case_memory_takes_a_byte_an_element(rank: int) -> None:
+    """Beside the scales; float32 takes four."""
+    sizes = {}
+    for memory in (None, BYTES):
+        model = qsdp.apply_qsdp(build(), QSDPConfig(None, Feedback(SIGNS, memory=memory)))
+        train(model, rank, 2)
+        state = qsdp.comm_state_dict(model)
+        parts = [v for name, v in state.items() if name.startswith("residual.")]
+        assert all(part.any() for part in parts)
+        sizes[memory] = sum(part.nbytes for part in parts)
+    assert 1 / 4 < sizes[BYTES] / sizes[None] < 1.07 / 4
 
 
 def case_state_goes_through_the_checkpoint_library(rank: int) -> None:
@@ -475,16 +547,19 @@ def case_error_feedback_forgets_nothing(rank: int) -> None:
     layer(x).square().sum().backward()
     true = layer.weight.grad.to_local().clone()
     far = {}
-    for feedback in (True, False):
-        quantizer = Quantizer(2, 64, "nearest")
-        qsdp.apply_qsdp(layer, QSDPConfig(None, Feedback(quantizer) if feedback else quantizer))
+    quantizer = Quantizer(2, 64, "nearest")
+    ways = {True: Feedback(quantizer), False: quantizer, "bytes": Feedback(quantizer, memory=BYTES)}
+    ways["nothing"] = Feedback(quantizer, decay=0.0)
+    for feedback, way in ways.items():
+        qsdp.apply_qsdp(layer, QSDPConfig(None, way))
         total = torch.zeros_like(true)
         for _ in range(30):
             layer.zero_grad()
             layer(x).square().sum().backward()
             total += layer.weight.grad.to_local()
         far[feedback] = float((total / 30 - true).norm() / true.norm())
-    assert far[True] < 0.05 < far[False]
+    assert far[True] < 0.05 < far[False] == far["nothing"]
+    assert far["bytes"] < 0.05
 
 
 def case_feedback_is_of_parameters(rank: int) -> None:

@@ -70,7 +70,9 @@ def test_json_rows_are_complete(capsys: pytest.CaptureFixture[str]) -> None:
     formats = {
         op: {row["format"] for row in rows if (row["op"], row["bits"]) == (op, 8)} for op in OPS
     }
-    assert formats["decode"] == formats["decode_sum"] < formats["encode"]
+    coded = {f"stochastic symmetric {coding} block 512" for coding in ("elias", "rice")}
+    assert formats["decode"] - coded == formats["decode_sum"] < formats["encode"]
+    assert coded <= formats["encode"] and coded <= formats["decode"]
     assert formats["encode"] > {"nearest", "stochastic", "shift", "dither", "nearest levels"}
     assert "dither bfloat16 hadamard block 128" in formats["decode"]
     assert formats["encode_changes"] == formats["add_changes"] == {"nearest"}
@@ -78,10 +80,10 @@ def test_json_rows_are_complete(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_choice_of_a_format_is_measured() -> None:
-    found = list(measured_formats("encode", 4, torch.float32))
-    for name in vars(found[0]).keys() - {"bits", "block_size"}:
+    found = [form for bits in (1, 4) for form in measured_formats("encode", bits, torch.float32)]
+    for name in vars(found[0]).keys() - {"bits", "block_size", "coding"}:
         assert {getattr(form, name) for form in found} == {
-            getattr(form, name) for form in every_format()
+            getattr(form, name) for bits in (1, 4) for form in every_format(bits)
         }
 
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from qsdp import Differences, Feedback, Learned, LevelSchedule, QSDPConfig, Quantizer, Ways
+from qsdp import (
+    Differences,
+    Feedback,
+    Learned,
+    LevelSchedule,
+    QSDPConfig,
+    Quantizer,
+    Warmup,
+    Ways,
+    wire_bytes,
+)
 from qsdp.ways import DIRECTIONS, quantizer_of
 
-WIDTHS = (*range(2, 9), 32)
+WIDTHS = (*range(1, 9), 32)
 NEAREST = Quantizer(4, rounding="nearest")
 FED_BACK, KEPT = Feedback(NEAREST), Differences(NEAREST)
 
@@ -30,10 +41,35 @@ def test_default_is_w8g8_with_unbiased_rounding() -> None:
     assert QSDPConfig().gradients == Quantizer(8, 1024, "stochastic", scaling="symmetric")
 
 
-@pytest.mark.parametrize("name", ("w9g8", "w1g8", "w8", "8", "", "W8G8", "w8g8 ", "w16g16", None))
+@pytest.mark.parametrize("name", ("w9g8", "w0g8", "w8", "8", "", "W8G8", "w8g8 ", "w16g16", None))
 def test_unknown_presets_are_named(name: str) -> None:
-    with pytest.raises(ValueError, match="presets are w{bits}g{bits} with bits 2 to 8, or 32"):
+    with pytest.raises(ValueError, match="presets are w{bits}g{bits} with bits 1 to 8, or 32"):
         QSDPConfig.preset(name)
+
+
+def test_presets_of_systems() -> None:
+    """sdp4bit's wire is that of the paper's formula; bitdp's is 1.125 bits, embeddings apart."""
+    config = QSDPConfig.preset("sdp4bit")
+    bits = [
+        8 * wire_bytes(2048 * 64, quantizer_of(way)) / (2048 * 64)
+        for way in (config.weights, config.inside_node, config.gradients)
+    ]
+    assert bits == [4.015625, 8.25, 4.25]
+    flat = config.on_nodes_of(1)
+    assert flat.inside_node is None and flat.gradients == config.gradients
+    assert config.on_nodes_of(2).inside_node == config.inside_node
+    one = QSDPConfig.preset("bitdp")
+    assert wire_bytes(1 << 20, quantizer_of(one.gradients)) * 28 < 4 << 20
+    assert wire_bytes(1 << 20, replace(quantizer_of(one.gradients), block_size=1024)) * 31 < 4 << 20
+    one.require_matches(["conv.weight"])  # a model without embeddings
+    for name in ("blocks.0.up.weight", "model.embed_tokens.weight", "wte.weight"):
+        way = one.ways_of([name], (256, 256))["gradients"]
+        assert isinstance(way, Feedback) == name.startswith("blocks"), name
+        assert quantizer_of(way).bits == (1 if name.startswith("blocks") else 4)
+    for preset in (config, one):
+        assert QSDPConfig.from_json(json.loads(json.dumps(preset.to_json()))) == preset
+    with pytest.raises(ValueError, match="'bitdp' is more than ways, for .* name a preset such as"):
+        QSDPConfig(exceptions={"*.a": "bitdp"})
 
 
 @pytest.mark.parametrize(
@@ -51,6 +87,8 @@ def test_unknown_presets_are_named(name: str) -> None:
         ({"gradients": "w8"}, "QSDPConfig(gradients=...)"),
         ({"min_numel": -1}, "QSDPConfig(min_numel=...) must be an integer from 0"),
         ({"seed": 1.5}, "QSDPConfig(seed=...)"),
+        ({"warmup": 3}, "QSDPConfig(warmup=...) must be a qsdp.Warmup or None, got 3"),
+        ({"warmup": Warmup(3), "gradients": None}, "set one of them, or warmup=None"),
         ({"seed": 2**64}, "QSDPConfig(seed=...)"),
         ({"verify": 1}, "QSDPConfig(verify=...) must be True or False, got 1"),
         ({"ranks_per_node": 0}, "QSDPConfig(ranks_per_node=...) must be an integer of at least 1"),
@@ -59,20 +97,8 @@ def test_unknown_presets_are_named(name: str) -> None:
             "set it to the ranks of a node, or to None",
         ),
         (
-            {"inside_node": NEAREST, "gradients": FED_BACK},
-            "Feedback for gradients does not go with two-level collectives",
-        ),
-        (
             {"inside_node": NEAREST, "ranks_per_node": 2, "gradients": None},
             "set gradients, or inside_node=None",
-        ),
-        (
-            {"gradients": FED_BACK, "ranks_per_node": 2},
-            "Feedback for gradients does not go with two-level collectives",
-        ),
-        (
-            {"exceptions": {"*.a": Ways(None, FED_BACK)}, "ranks_per_node": 2},
-            "Feedback for gradients does not go with two-level collectives",
         ),
     ),
 )
@@ -135,6 +161,8 @@ def test_json_round_trip() -> None:
         ),
         QSDPConfig(Differences(NEAREST, kept=None), Feedback(learned), replicas=FED_BACK),
         QSDPConfig(KEPT, FED_BACK, seed=7, min_numel=3),
+        QSDPConfig(None, Feedback(NEAREST, 0.5, NEAREST), warmup=Warmup(3, NEAREST)),
+        QSDPConfig(None, FED_BACK, warmup=Warmup(3)),
         QSDPConfig(None, None),
     ):
         assert QSDPConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
@@ -166,6 +194,12 @@ def test_json_round_trip() -> None:
             "must be one of kmeans, gradient, got 'x'",
         ),
         ({"gradients": {"feedback": 4}}, "gradients.feedback must be a mapping"),
+        ({"gradients": {"feedback": {}, "decay": 2}}, "must be from 0 to 1, got 2"),
+        ({"gradients": {"feedback": {}, "decay": "1"}}, "must be a number, got '1'"),
+        ({"gradients": {"feedback": {}, "memory": {}}}, "must have rounding='nearest'"),
+        ({"gradients": {"feedback": {}, "kept": {}}}, "goes 'decay' and 'memory'"),
+        ({"warmup": {"step": 3}}, "warmup must have the fields steps and gradients"),
+        ({"warmup": {"steps": 0}}, "must be an integer of at least 1, got 0"),
         ({"exceptions": {"*": {"weights": 4}}}, "must have the fields weights and gradients"),
         (
             {"exceptions": {"*": {"weights": 4, "gradients": None}}},

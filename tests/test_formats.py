@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,10 @@ from qsdp.wire import VALUE_DTYPES, Segment, map_bytes, tensor_layout, wire_layo
 from tests.test_quantizer import WORST_STEPS, quantize_with
 
 BLOCK = 64
-FORMATS = [with_bits(form, bits, BLOCK) for bits in (2, 3, 4, 8) for form in every_format()]
+EVERY = (with_bits(form, bits, BLOCK) for bits in (1, 2, 3, 4, 8) for form in every_format())
+FORMATS = list(dict.fromkeys(EVERY))  # at a width that it can have, each once
+STEPPED = [form for form in FORMATS if form.scaling != "mean"]  # errors are within a step
+MEAN = [form for form in FORMATS if form.scaling == "mean"]
 # One draw for every value or block, whose outcomes can be gone through.
 RANDOM = [f for f in every_format(3, BLOCK) if f.rounding != "nearest" and f.transform is None]
 
@@ -51,6 +56,7 @@ def step_bounds(quantizer: Quantizer, y: torch.Tensor) -> torch.Tensor:
     lo, hi = blocks.amin(-1), blocks.amax(-1)
     if quantizer.symmetric:
         hi = torch.maximum(lo.abs(), hi.abs())
+        hi = blocks.norm(dim=-1) if quantizer.scaling == "l2" else hi
         lo = -hi
     step = (hi - lo) / quantizer.steps
     if quantizer.scale_dtype == "bfloat16":
@@ -59,7 +65,7 @@ def step_bounds(quantizer: Quantizer, y: torch.Tensor) -> torch.Tensor:
     return step.repeat_interleave(BLOCK)[: y.numel()]
 
 
-@pytest.mark.parametrize("quantizer", FORMATS, ids=name)
+@pytest.mark.parametrize("quantizer", STEPPED, ids=name)
 def test_error_is_within_the_step(quantizer: Quantizer) -> None:
     """Half a step, or one for stochastic; in the transformed domain."""
     x = torch.randn(1000, generator=torch.Generator().manual_seed(1)) + 0.3
@@ -97,7 +103,7 @@ def test_zeros_stay_zero(quantizer: Quantizer) -> None:
     decoded = round_trip(quantizer, x)
     assert (decoded[128:] == 0).all()
     moved = quantizer.rounding == "dither" or quantizer.levels or quantizer.transform
-    if not moved:
+    if not moved and quantizer.scaling != "mean":
         assert (decoded[::3] == 0).all()
 
 
@@ -119,7 +125,8 @@ def test_finite_values_give_finite_values(quantizer: Quantizer) -> None:
     # A step is at most 2 * largest / steps, and with bfloat16 a little more; the inverse transform
     # adds up 32 errors, of values that are no larger.
     share = 2.1 if quantizer.transform is None else 2.1 * SIZE
-    steps = 1 / widest_step(quantizer) if quantizer.levels else 2**quantizer.bits - 2
+    share *= 64**0.5 if quantizer.scaling == "l2" else 1.0
+    steps = 1 / widest_step(quantizer) if quantizer.levels else max(2**quantizer.bits - 2, 1)
     assert (error <= share * largest / steps + 1e-40).all()
 
 
@@ -130,6 +137,39 @@ def test_non_finite_blocks_decode_to_nan(quantizer: Quantizer) -> None:
     decoded = round_trip(quantizer, x)
     nan = decoded.isnan()
     assert nan[:192].all() and not nan[192:].any()
+
+
+@pytest.mark.parametrize("quantizer", MEAN, ids=name)
+@pytest.mark.parametrize("numel", [1, 63, 64, 1000])
+def test_mean_scaling_is_a_contraction(quantizer: Quantizer, numel: int) -> None:
+    """Values become plus or minus their block's mean magnitude a, so |x - C(x)|^2 = |x|^2 - n a^2.
+
+    A scale is off by less than 2^-22, or, in bfloat16, up by less than 2^-7: of n a^2 less than the
+    square of that is lost.
+    """
+    generator = torch.Generator().manual_seed(numel)
+    x = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-9, 9, (numel,)).float()
+    decoded = round_trip(quantizer, x)
+    if quantizer.transform:
+        x, decoded = hadamard(x[None])[0], hadamard(decoded[None])[0]
+    off = 2.0**-7 if quantizer.scale_dtype == "bfloat16" else 2.0**-22
+    for values, back in zip(x.double().split(BLOCK), decoded.double().split(BLOCK), strict=True):
+        a, floors = values.abs().mean(), values.abs().max() * 2.0**-20
+        slack = 1e-5 * values.abs().max() if quantizer.transform else 0.0
+        assert (back.abs() >= a - floors - slack).all()
+        assert (back.abs() <= a * (1 + off) + floors + slack).all()
+        assert ((back > 0) == (values >= 0))[back.abs() > slack].all()
+        exact = (values**2).sum() - len(values) * a**2
+        lost = len(values) * (a * off + floors + slack) ** 2 + slack * values.abs().sum()
+        assert ((values - back) ** 2).sum() <= exact * (1 + 1e-12) + lost
+
+
+def test_mean_scaling_does_not_depend_on_the_order() -> None:
+    """The mean is a sum of integers: every order of a block's values gives the same scale."""
+    quantizer = Quantizer(1, 128, "nearest", scaling="mean")
+    x = torch.randn(128, generator=torch.Generator().manual_seed(9)).exp() ** 3
+    orders = torch.stack([x[torch.randperm(128)] for _ in range(50)])
+    assert len(blocks.block_grid(orders, quantizer).scale.unique()) == 1
 
 
 def test_transform_is_a_rotation() -> None:
@@ -165,6 +205,10 @@ def test_sum_of_rows_is_transformed_once() -> None:
 
 
 def test_scales_take_the_bytes_that_are_promised() -> None:
+    one_bit = Quantizer(1, 128, "nearest", scaling="mean", scale_dtype="bfloat16")
+    assert qsdp.wire_bytes(128 * 64, one_bit) * 8 == 1.125 * 128 * 64
+    wide = replace(one_bit, block_size=1024)
+    assert qsdp.wire_bytes(1024 * 64, wide) * 8 == 1.015625 * 1024 * 64
     for scaling, scale_dtype, size in (
         ("minmax", "float32", 8),
         ("minmax", "bfloat16", 4),
@@ -180,15 +224,18 @@ def test_scales_take_the_bytes_that_are_promised() -> None:
     [
         (
             {"scaling": "max"},
-            r"Quantizer\(scaling=...\) must be one of minmax, symmetric, got 'max'",
+            r"Quantizer\(scaling=...\) must be one of minmax, symmetric, l2, mean, got 'max'",
         ),
         ({"scale_dtype": "half"}, "must be one of float32, bfloat16, got 'half'"),
         ({"transform": "dct"}, "must be one of None, hadamard, got 'dct'"),
         ({"rounding": "shift", "scaling": "symmetric"}, "moves the offset"),
         ({"rounding": "shift", "scale_dtype": "bfloat16"}, 'take rounding="dither"'),
+        ({"bits": 1, "rounding": "nearest", "scaling": "symmetric"}, "needs 2 bits or more"),
+        ({"bits": 2, "rounding": "nearest", "scaling": "mean"}, "needs bits=1, .* got bits=2"),
+        ({"bits": 1, "rounding": "dither", "scaling": "mean"}, "got bits=1, rounding='dither'"),
     ],
 )
-def test_fields_that_do_not_go_together(fields: dict[str, str], message: str) -> None:
+def test_fields_that_do_not_go_together(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Quantizer(**fields)
 
@@ -299,3 +346,33 @@ def test_maps_of_zeros(dtype: torch.dtype) -> None:
         for backend in (reference, cpu):
             backend.decode(wire, layout, decoded.fill_(-1.0))
             assert not decoded[:, 7:].any() and decoded[:, :7].all(), "as the map says"
+
+
+def test_two_norm_is_that_of_the_values() -> None:
+    """Of any size, within the cut to 23 bits; at least the largest value, and at most 2^126."""
+    x = torch.randn(20, 512, generator=torch.Generator().manual_seed(9)) ** 3
+    for factor in (1.0, 2.0**-100, 2.0**-135, 2.0**100, 2.0**-60):
+        scaled = x * factor
+        most = scaled.abs().amax(-1)
+        found, exact = blocks.two_norm(scaled, most), scaled.double().norm(dim=-1)
+        assert (found >= most).all()
+        assert ((found.double() - exact).abs() <= 2.0**-20 * exact + 2.0**-148).all()
+    edges = torch.tensor([[0.0, 0.0], [2.0**126, 2.0**126], [3e38, -3e38], [2.0**-149, 0.0]])
+    most = edges.abs().amax(-1)
+    assert torch.equal(blocks.two_norm(edges, most), torch.maximum(most, most.clamp(max=2.0**126)))
+
+
+def test_two_norm_is_the_papers_quantizer() -> None:
+    """QSGD: unbiased, variance at most min(n / s^2, sqrt(n) / s) |v|^2, and few codes not zero."""
+    n, s = 512, 1
+    x = torch.randn(n, generator=torch.Generator().manual_seed(10))
+    quantizer = Quantizer(2, n, "stochastic", scaling="l2")
+    draws = torch.stack([round_trip(quantizer, x, key) for key in range(400)]).double()
+    errors = (draws - x).square().sum(1)
+    bound = min(n / s**2, n**0.5 / s) * x.square().sum()
+    assert errors.mean() + 4 * errors.std() / 20 <= bound * (1 + 2.0**-15)
+    nonzero = draws.ne(0).sum(1).double()
+    assert nonzero.mean() <= s * (s + n**0.5)
+    share = x.double().abs() / x.double().norm()
+    spread = (share * (1 - share)).sqrt() * x.norm() / 20
+    assert ((draws.mean(0) - x).abs() <= 5 * spread + 1e-3).all()

@@ -32,7 +32,7 @@ from qsdp.quantizer import every_format, format_name
 UNIFORM = {
     format_name(form): form
     for form in every_format()
-    if form.rounding == "nearest" and form.levels is None
+    if form.rounding == "nearest" and form.levels is None and form.scaling not in ("l2", "mean")
 }
 # Both scalings with everything; for the other formats, values and methods take turns.
 LEARNING = [

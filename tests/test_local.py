@@ -98,10 +98,16 @@ def test_intervals() -> None:
             lambda: SyncConfig(differences=Feedback(Learned(Quantizer(4, rounding="nearest")))),
             "does not learn levels",
         ),
+        (
+            lambda: SyncConfig(
+                differences=Feedback(Quantizer(4), memory=Quantizer(8, rounding="nearest"))
+            ),
+            "is kept in float32",
+        ),
         (lambda: SyncConfig(exact="*.head.*"), "must be a tuple of patterns"),
         (lambda: SyncConfig(verify=1), "must be True or False"),
-        (lambda: QSDPConfig.preset("w32g1"), "presets are"),
-        (lambda: Quantizer(1), "Quantizer(bits=...)"),
+        (lambda: QSDPConfig.preset("w32g0"), "presets are"),
+        (lambda: Quantizer(0), "Quantizer(bits=...)"),
         (lambda: Meeting(None, 2), "takes a torch.distributed store"),  # type: ignore[arg-type]
     ],
 )

@@ -103,6 +103,9 @@ SENT = {
     "exceptions": QSDPConfig.preset("w4g4").with_exceptions({"*.wte.*": "w6g4", "*.mlp.*": None}),
     "gradients alone": QSDPConfig.preset("w32g5"),
     "two levels": QSDPConfig(ranks_per_node=2, inside_node=Quantizer(4), verify=True),
+    "sdp4bit": QSDPConfig.preset("sdp4bit").on_nodes_of(2),
+    "one bit": replace(QSDPConfig.preset("bitdp"), warmup=None),
+    "one bit, two levels": replace(QSDPConfig.preset("w1g1"), ranks_per_node=2),
 }
 
 

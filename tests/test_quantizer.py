@@ -17,7 +17,7 @@ from qsdp.kernels.philox import derive_key, philox4x32
 from qsdp.quantizer import CHOICES, every_format, format_name
 
 UNIFORM = [form for form in PLAIN if form.levels is None]
-BITS = tuple(range(2, 9))
+BITS = tuple(range(1, 9))
 SIZES = (0, 1, 31, 1023, 1024, 1025, 5000)
 
 # The largest error in steps. A rounding that is not here goes up or down, and stays under one.
@@ -57,18 +57,21 @@ def test_every_format_is_every_quantizer() -> None:
     found = every_format(3, 64)
     assert len(set(found)) == len(found)
     assert len(set(map(format_name, found))) == len(found)
-    assert {(form.bits, form.block_size) for form in found} == {(3, 64)}
+    assert {(form.bits, form.block_size) for form in found} == {(3, 64), (1, 64)}
+    assert {form.scaling for form in found if form.bits == 1} == {"mean"}
     allowed = 0
     levels = next(form.levels for form in found if form.levels)
     for values in itertools.product(*CHOICES.values(), (None, levels)):
         try:
-            form = Quantizer(3, 64, **dict(zip((*CHOICES, "levels"), values, strict=True)))
+            bits = 1 if "mean" in values else 3
+            form = Quantizer(bits, 64, **dict(zip((*CHOICES, "levels"), values, strict=True)))
         except ValueError:
             continue
         allowed += 1
         assert form in found
     assert allowed == len(found)
-    assert {*CHOICES, "bits", "block_size", "levels"} == {f.name for f in fields(Quantizer)}
+    named = {*CHOICES, "bits", "block_size", "levels", "coding"}
+    assert named == {f.name for f in fields(Quantizer)}
     plain = {*CHOICES["rounding"], "nearest levels"}
     assert {format_name(form) for form in PLAIN} == plain
     assert {format_name(form) for form in found[: len(PLAIN)]} == plain, "plain formats come first"
@@ -88,7 +91,7 @@ def test_error_stays_under_the_derived_bound(bits: int, form: Quantizer) -> None
             assert error <= error_bound(block, quantizer), (scale, centre)
 
 
-@pytest.mark.parametrize("bits", (2, 3, 8))
+@pytest.mark.parametrize("bits", (1, 2, 3, 8))
 def test_rounding_is_unbiased_over_all_random_bits(bits: int) -> None:
     """Over all 65,536 outcomes the codes sum to the grid position exactly (Hermite's identity).
 
@@ -242,7 +245,7 @@ def test_levels_choose_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     (
-        ({"bits": 1}, "bits=...) must be an integer from 2 to 8, got 1"),
+        ({"bits": 0}, "bits=...) must be an integer from 1 to 8, got 0"),
         ({"bits": 9}, "got 9"),
         ({"bits": 4.0}, "got 4.0"),
         ({"bits": True}, "got True"),

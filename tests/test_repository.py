@@ -33,12 +33,13 @@ LAYERS = (
     {"ways"},
     {"config"},
     {"exchange", "memory", "residuals"},
-    {"agreement", "stages"},
+    {"agreement", "ragged"},
+    {"stages"},
     {"collectives"},
-    {"param_group"},
+    {"param_group", "feedback"},
     {"unit", "contract"},
     {"comms"},
-    {"fsdp", "ddp"},
+    {"fsdp", "ddp", "second_moment"},
     {"state", "decoded"},
     {"local"},
     {"qat"},
@@ -63,7 +64,7 @@ NOT_PRIVATE = {"_asdict", "_replace", "_make", "_fields", "_field_defaults", "_n
 
 MAX_LINES = 400
 MAX_FUNCTION_LINES = 60
-MAX_CORE_LINES = 6700  # 1,500 of them Triton, 300 the bridge to C++
+MAX_CORE_LINES = 7500  # 1,500 of them Triton, 350 the bridge to C++
 
 
 def name_of(path: Path) -> str:

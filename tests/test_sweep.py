@@ -257,6 +257,7 @@ def test_bad_specs_are_one_line(
 
 
 SWEEPS = ("paper-grid", "techniques", "memory", "memory-875k", "memory-wikipedia", "two-bits")
+SWEEPS += ("bitdp", "sdp4bit")
 
 
 @pytest.mark.parametrize("name", SWEEPS)

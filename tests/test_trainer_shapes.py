@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qsdp.cli import main
 from qsdp.plan.runs import predict_run, read_run
-from qsdp.trainer.comm import comm_config, remembers_alike
+from qsdp.trainer.comm import comm_config, freeze_second_moment, remembers_alike
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.model import build_model, build_optimizer, count_parameters
 from qsdp.trainer.text import Text
@@ -105,6 +106,22 @@ def test_a_preset_quantizes_between_replicas_unless_told_not_to() -> None:
         assert comm_config(other).replicas is None
     given = TrainConfig(comm='{"preset": "w8g8", "replicas": {"bits": 4}}', replicate=2)
     assert comm_config(given).replicas.bits == 4
+
+
+def test_presets_of_systems_follow_the_run() -> None:
+    """A tenth of the steps is the warm-up; flat collectives have no inside of a node."""
+    config = TrainConfig(comm="bitdp", steps=500, replicate=2)
+    comm = comm_config(config)
+    assert comm.warmup.steps == 50 and comm.replicas == comm.gradients
+    assert comm_config(TrainConfig(comm="sdp4bit")).inside_node is not None
+    assert comm_config(TrainConfig(comm="sdp4bit", ranks_per_node=1)).inside_node is None
+    assert comm_config(TrainConfig(comm="sdp4bit", ranks_per_node=2)).inside_node is not None
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], betas=(0.9, 0.95))
+    freeze_second_moment(optimizer, config)
+    with pytest.raises(ValueError, match="--freeze-second-moment: .* at_step=90 or a smaller"):
+        freeze_second_moment(optimizer, replace(config, freeze_second_moment=9))
+    with pytest.raises(ValueError, match="travel with transform='hadamard'"):
+        freeze_second_moment(optimizer, TrainConfig(comm="w8g4", freeze_second_moment=90))
 
 
 def test_what_communication_remembers_belongs_to_its_replicas() -> None:

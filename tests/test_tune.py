@@ -67,10 +67,19 @@ def test_budget_is_kept_and_nearly_best(seed: int, bits: float) -> None:
     assert total_harm(items, found) <= best + 1e-12
 
 
-def test_base_must_send_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["tune", str(tmp_path), "--out", str(tmp_path / "out.json"), "--base", "w4g4"]
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("w4g4", "--base must send weights as values"),
+        ("bitdp", "--base bitdp: gradients travel as signs, which have no other width"),
+    ],
+)
+def test_base_must_send_values(
+    base: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["tune", str(tmp_path), "--out", str(tmp_path / "out.json"), "--base", base]
     assert main(arguments) != 0
-    assert "--base must send weights as values" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.fixture

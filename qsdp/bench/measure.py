@@ -8,15 +8,16 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from qsdp.bench.timing import median_seconds
-from qsdp.kernels import Backend
+from qsdp.kernels import Backend, coder
 from qsdp.kernels.compare import KEY, PLAIN, dtype_name, with_bits
-from qsdp.quantizer import Quantizer, every_format, format_name
+from qsdp.quantizer import CODINGS, Quantizer, every_format, format_name
+from qsdp.rows import compact_rows, expand_rows
 from qsdp.wire import WireLayout, tensor_layout
 
 BLOCK_SIZE, SMALL_BLOCK = 1024, 128
@@ -26,6 +27,8 @@ CHANGES = ("encode_changes", "add_changes")  # of what is kept in KEPT
 KEPT = Quantizer(8, BLOCK_SIZE, "nearest")
 # Measured beside all plain formats and all that differ from nearest rounding in one field.
 COMBINED = ("nearest levels bfloat16", "dither bfloat16 hadamard")
+# With each coding, in float32: QSGD's format, encoded and coded, read and decoded.
+CODED_BLOCK = 512
 COPY = "copy"
 
 
@@ -123,7 +126,17 @@ def measured_formats(op: str, bits: int, dtype: torch.dtype) -> Iterator[Quantiz
         if op.startswith("decode") and form.rounding in ("stochastic", "shift"):
             continue
         size = SMALL_BLOCK if form.scale_dtype == "bfloat16" else BLOCK_SIZE
-        yield with_bits(form, bits, size)
+        measured = with_bits(form, bits, size)
+        if measured.bits == bits:  # a format may not have this width
+            yield measured
+
+
+def coded_formats(op: str, bits: int, dtype: torch.dtype) -> Iterator[Quantizer]:
+    """Formats whose rows are coded; the time of coding counts with that of the kernel."""
+    for coding in CODINGS[1:]:
+        if op in ("encode", "decode") and dtype == torch.float32:
+            form = Quantizer(bits, CODED_BLOCK, "stochastic", scaling="symmetric")
+            yield replace(form, coding=coding)  # type: ignore[arg-type]
 
 
 def _values(settings: Settings, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +150,10 @@ def _values(settings: Settings, dtype: torch.dtype) -> tuple[torch.Tensor, torch
 
 def _ours(backend: Backend, case: Case) -> Iterator[Candidate]:
     rows = case.values.view(SUM_ROWS if case.op == "decode_sum" else 1, -1)
-    for form in measured_formats(case.op, case.bits, rows.dtype):
+    forms = [*measured_formats(case.op, case.bits, rows.dtype)]
+    if rows.is_cpu:
+        forms += coded_formats(case.op, case.bits, rows.dtype)
+    for form in forms:
         layout = tensor_layout(rows.shape[1], form, rows.dtype)
         wire = torch.zeros(len(rows), layout.row_bytes, dtype=torch.uint8, device=rows.device)
         backend.encode(rows, layout, wire, key=KEY)
@@ -153,6 +169,8 @@ def _run(
     backend: Backend, case: Case, rows: torch.Tensor, layout: WireLayout, wire: torch.Tensor
 ) -> Callable[[], object]:
     out = case.target.view_as(rows)
+    if layout.coded_spans:
+        return _run_coded(backend, case.op, rows, layout, wire, out)
     if case.op == "encode":
         return lambda: backend.encode(rows, layout, wire, key=KEY)
     if case.op == "decode":
@@ -167,6 +185,28 @@ def _run(
     stats = torch.zeros(1, 4, dtype=torch.float64, device=rows.device)
     own, row = rows[0] * 1.01, wire[0]
     return lambda: backend.encode_changes(own, layout, row, kept[0], kept_layout, stats, key=KEY)
+
+
+def _run_coded(
+    backend: Backend,
+    op: str,
+    rows: torch.Tensor,
+    layout: WireLayout,
+    wire: torch.Tensor,
+    out: torch.Tensor,
+) -> Callable[[], object]:
+    """The kernel and the coder, one after the other; memory is reused."""
+    (coded,), room = compact_rows(wire, layout), torch.empty(layout.capacity, dtype=torch.uint8)
+
+    def encode() -> None:
+        backend.encode(rows, layout, wire, key=KEY)
+        coder().compact(wire[0], layout, room)
+
+    def decode() -> None:
+        expand_rows([coded], layout, [wire[0]], (0,))
+        backend.decode(wire, layout, out)
+
+    return encode if op == "encode" else decode
 
 
 def _time(

@@ -57,8 +57,8 @@ def new_parser(command: str, description: str | None) -> Parser:
     add("--json", action="store_true", help="print a list of objects in place of the table")
     add("--mib", type=float, help="size of the values; default: 64, on a GPU 1024")
     add("--threads", type=int, nargs="+", default=[1, 2], help="thread counts, on CPU; default 1 2")
-    add("--bits", type=int, nargs="+", choices=range(2, 9), metavar="B",
-        help="2 to 8; default: all, quick 8 4")  # fmt: skip
+    add("--bits", type=int, nargs="+", choices=range(1, 9), metavar="B",
+        help="1 to 8; default: 2 to 8, quick 8 4")  # fmt: skip
     add("--dtypes", nargs="+", choices=DTYPES, metavar="DTYPE",
         help=f"{', '.join(DTYPES)}; default: all, quick float32")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")

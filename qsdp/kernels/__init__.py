@@ -17,6 +17,14 @@ from qsdp.kernels import reference
 from qsdp.wire import WireLayout
 
 
+class Coder(Protocol):
+    """Writes and reads the coded forms of rows: :mod:`qsdp.kernels.coded` has the contracts."""
+
+    def compact(self, row: torch.Tensor, layout: WireLayout, coded: torch.Tensor) -> int: ...
+
+    def expand(self, coded: torch.Tensor, layout: WireLayout, row: torch.Tensor) -> bool: ...
+
+
 class Backend(Protocol):
     """What every module in this folder that quantizes provides."""
 
@@ -85,6 +93,14 @@ def backend_for(device: torch.device) -> Backend:
     if device.type == "cpu":
         return _cpu_backend()
     return _triton_backend() if device.type == "cuda" else reference
+
+
+@lru_cache(maxsize=1)
+def coder() -> Coder:
+    """The native one, or the reference, of which the warning of :func:`backend_for` tells too."""
+    from qsdp.kernels import coded, cpu, cpu_coded
+
+    return cpu_coded if _cpu_backend() is cpu else coded
 
 
 @lru_cache(maxsize=1)

@@ -5,7 +5,8 @@ below is one of those operations, so it can be transcribed.
 
 [Note: quantizing a block] ``L``, the number of steps of the grid, is ``2^bits - 1``; lo and hi are
 the block's extremes. With symmetric scaling hi is the larger magnitude, ``lo = -hi``, and L is
-``2^bits - 2``, so that zero lies on the grid. With levels L is 1.
+``2^bits - 2``, so that zero lies on the grid. With "l2" scaling the same holds with the block's
+norm as hi: see :func:`two_norm`. With levels L is 1.
 
 1. A NaN or infinity anywhere: scale and offset are NaN, all codes zero; the block decodes to NaN.
 2. ``p`` is a power of two that keeps the arithmetic in range: 1, or 2^64 for a range below 2^-64,
@@ -31,6 +32,14 @@ dither the error is at most ``scale/2``, for stochastic under ``scale``, beside 
 ``unit / p`` is rounded up to bfloat16, ``dp`` becomes L times that, and with symmetric scaling lo
 becomes ``-(unit * L/2)``: products of 8 by 8 bits, exact. The grid covers the block. It is coarser
 by less than 1/128, and by |lo|/128 where the block lies far from zero.
+
+[Note: mean scaling] Codes are signs: 1 where x >= 0, else 0. The grid has two points, plus and
+minus the mean magnitude: L is 1, and in step 2 dp is twice the mean of ``|x|*p``. That is a sum of
+integers, so the order of adding does not matter: with ``2^e > hi*p >= 2^(e-1)`` and n values,
+
+    dp = float32(sum of floor(|x|*p * 2^(23-e))) / n * 2^(e-22)
+
+and zero in a block of zeros. With bfloat16 scales it is rounded up like any other.
 
 With a transform all this holds for the transformed values: see :mod:`qsdp.kernels.transform`.
 """
@@ -107,6 +116,7 @@ def block_grid(x: torch.Tensor, quantizer: Quantizer) -> BlockGrid:
     lo, hi = x.amin(-1) + 0.0, x.amax(-1) + 0.0  # adding 0.0 turns -0.0 into 0.0
     if symmetric:
         hi = torch.maximum(lo.abs(), hi.abs())
+        hi = two_norm(x, hi) if quantizer.scaling == "l2" else hi
         lo = -hi
     extreme = torch.maximum(lo.abs(), hi.abs()) > HUGE
     quarter = torch.where(extreme, 0.25, 1.0)
@@ -119,6 +129,8 @@ def block_grid(x: torch.Tensor, quantizer: Quantizer) -> BlockGrid:
     restored = torch.where(extreme & ~huge, 4.0, torch.where(tiny, 1 / TINY, 1.0))
     base = lo * restored
     dp = hi * restored - base
+    if quantizer.scaling == "mean":
+        dp = twice_the_mean(x, hi * restored, torch.where(huge, 0.25, restored))
     unit = dp / torch.full_like(dp, top)
     scale = torch.where(tiny, unit * TINY, unit)
     if rounded:
@@ -140,6 +152,34 @@ def block_grid(x: torch.Tensor, quantizer: Quantizer) -> BlockGrid:
     )
 
 
+def two_norm(x: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+    """2-norms of blocks (..., numel) float32, finite, whose largest magnitudes are ``most``.
+
+    Magnitudes are cut to multiples of 2^(e - 23), with 2^e the power of two above the largest: so
+    the sum of their squares is one of integers, and no order of summation matters. Its root is
+    taken in float64 and rounded to float32. At least ``most``, so that the grid covers the block;
+    and at most HUGE, or ``most`` where that is more.
+    """
+    small = torch.where(most < TINY, 1 / TINY, 1.0)
+    exponent = ((most * small).view(torch.int32) >> 23) - 126
+    up, down = ((exponent * sign + 127) << 23 for sign in (-1, 1))
+    up, down = (up + (23 << 23)).view(torch.float32), (down - (23 << 23)).view(torch.float32)
+    cut = ((x.abs() * small[..., None]) * up[..., None]).to(torch.int64)
+    root = (cut * cut).sum(-1).double().sqrt().float()
+    norm = (root * down) * torch.where(most < TINY, TINY, 1.0)
+    usable = (most > 0) & (most <= HUGE)
+    return torch.where(usable, torch.maximum(most, norm.clamp(max=HUGE)), most)
+
+
+def twice_the_mean(x: torch.Tensor, largest: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """dp of [Note: mean scaling] for (..., numel) float32 and each block's hi*p and p."""
+    exponent = largest.view(torch.int32) >> 23  # as it is stored: e + 126
+    exponent = torch.where(largest == 0, 127, exponent)
+    down, up = (bits.view(torch.float32) for bits in (276 - exponent << 23, exponent - 21 << 23))
+    total = (x.abs() * p[..., None] * down[..., None]).to(torch.int64).sum(-1).float()
+    return total / torch.full_like(total, x.shape[-1]) * up
+
+
 def quantize_on(
     grid: BlockGrid, x: torch.Tensor, quantizer: Quantizer, r: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -148,7 +188,9 @@ def quantize_on(
     q = torch.round((x * grid.p[..., None] - grid.base[..., None]) * grid.inverse[..., None])
     q = q.clamp(0.0, float(FRACTION * quantizer.steps)).to(torch.int64)
     offset = grid.offset
-    if quantizer.levels is not None:
+    if quantizer.scaling == "mean":
+        code = (x >= 0).long()
+    elif quantizer.levels is not None:
         code = torch.bucketize(q, level_thresholds(quantizer.levels).to(x.device), right=True)
     else:
         code = round_positions(q, r[..., None] if r.ndim < x.ndim else r)

@@ -237,7 +237,13 @@ def _words(values: torch.Tensor) -> torch.Tensor:
 
 
 def with_bits(form: Quantizer, bits: int, block_size: int = 1024) -> Quantizer:
-    """A format at another width and block size; levels with a table that fits."""
+    """A format at another block size, and at another width if it can have that one.
+
+    Levels get a table that fits.
+    """
+    bits = (
+        1 if form.scaling == "mean" else max(bits, 2 if form.scaling in ("symmetric", "l2") else 1)
+    )
     levels = uneven_levels(bits) if form.levels else None
     return replace(form, bits=bits, block_size=block_size, levels=levels)
 

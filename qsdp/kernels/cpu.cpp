@@ -20,6 +20,8 @@
 #include <immintrin.h>
 #endif
 
+#include "native/coded_layout.h"
+#include "native/coded_tables.h"
 #include "native/layout.h"
 #include "native/philox.h"
 #include "native/plan.h"
@@ -81,6 +83,8 @@ struct Isa {
   void (*decode)(const DecodeJob&, int64_t begin, int64_t end);
   void (*encode_changes)(const ChangeJob&, int64_t begin, int64_t end);
   void (*add_changes)(const UpdateJob&, int64_t begin, int64_t end);
+  uint8_t* (*compact)(const CompactJob&, int64_t begin, int64_t end, uint8_t* to);
+  void (*expand)(const ExpandJob&, int64_t begin, int64_t end, const uint8_t* from);
 };
 
 bool always() { return true; }
@@ -101,11 +105,12 @@ bool has_avx512() {
 const Isa ISAS[] = {
 #if defined(__x86_64__)
     {"avx512", has_avx512, avx512::encode, avx512::decode, avx512::encode_changes,
-     avx512::add_changes},
-    {"avx2", has_avx2, avx2::encode, avx2::decode, avx2::encode_changes, avx2::add_changes},
+     avx512::add_changes, avx512::compact, avx512::expand},
+    {"avx2", has_avx2, avx2::encode, avx2::decode, avx2::encode_changes, avx2::add_changes,
+     avx2::compact, avx2::expand},
 #endif
     {"baseline", always, baseline::encode, baseline::decode, baseline::encode_changes,
-     baseline::add_changes},
+     baseline::add_changes, baseline::compact, baseline::expand},
 };
 
 const Isa* forced = nullptr;
@@ -256,6 +261,52 @@ void qsdp_add_changes(const Layout* layout, const Layout* kept_layout, const uin
                       uint32_t(first_sender),
                       uint32_t(sender_step)};
   run(isa().add_changes, job, divide_up(total, STAGE), threads, VALUES_PER_THREAD / STAGE);
+}
+
+// The coded form of a row, to `coded`; returns its bytes. Threads write their blocks apart, and then
+// these are put together.
+int64_t qsdp_compact(const CodedLayout* layout, const uint8_t* row, uint8_t* coded,
+                     int32_t threads) {
+  uint8_t* const headers = copy_plain(*layout, row, coded + LENGTH_BYTES);
+  uint8_t* const streams = headers + HEADER_BYTES * layout->num_blocks;
+  const CompactJob job{layout, row, headers};
+  int64_t begins[MAX_CODERS], ends[MAX_CODERS];
+  const int64_t parts = coders(*layout, threads);
+#ifdef _OPENMP
+#pragma omp parallel for num_threads(int(parts)) if (parts > 1)
+#endif
+  for (int64_t i = 0; i < parts; i++) {
+    const int64_t first = layout->num_blocks * i / parts, last = layout->num_blocks * (i + 1) / parts;
+    begins[i] = fixed_bytes(*layout, first) + CODER_GAP * i;
+    ends[i] = isa().compact(job, first, last, streams + begins[i]) - streams;
+  }
+  int64_t size = ends[0];
+  for (int64_t i = 1; i < parts; i++) {
+    memmove(streams + size, streams + begins[i], size_t(ends[i] - begins[i]));
+    size += ends[i] - begins[i];
+  }
+  const int64_t length = streams + size - coded;
+  memcpy(coded, &length, LENGTH_BYTES);
+  return length;
+}
+
+// The row of a coded one of `length` bytes; 0 if these are not as they should be.
+int32_t qsdp_expand(const CodedLayout* layout, const uint8_t* coded, int64_t length, uint8_t* row,
+                    int32_t threads) {
+  int64_t begins[MAX_CODERS];
+  const int64_t parts = coders(*layout, threads);
+  if (!read_lengths(*layout, coded, length, parts, begins)) return 0;
+  const uint8_t* const headers = coded + LENGTH_BYTES + layout->plain_bytes;
+  const uint8_t* const streams = headers + HEADER_BYTES * layout->num_blocks;
+  paste_plain(*layout, coded + LENGTH_BYTES, row);
+  const ExpandJob job{layout, row, headers, coded + length};
+#ifdef _OPENMP
+#pragma omp parallel for num_threads(int(parts)) if (parts > 1)
+#endif
+  for (int64_t i = 0; i < parts; i++)
+    isa().expand(job, layout->num_blocks * i / parts, layout->num_blocks * (i + 1) / parts,
+                 streams + begins[i]);
+  return 1;
 }
 
 }  // extern "C"

@@ -19,7 +19,7 @@ from qsdp.wire import WireLayout
 NAME = "cpu"
 
 LIBRARY = Path(__file__).with_name("_cpu.so")
-ABI = 7  # of cpu.cpp; a library with another number was left over from another version
+ABI = 9  # of cpu.cpp; a library with another number was left over from another version
 
 _MEND = "install a C++ compiler (g++ or clang++), then reinstall qsdp: pip install --no-deps "
 _MEND += "--force-reinstall qsdp"
@@ -37,7 +37,7 @@ def why_unavailable() -> str:
 
 def isa() -> str:
     """The instruction set in use: avx512, avx2 or baseline."""
-    name: bytes = _library().qsdp_isa()
+    name: bytes = library().qsdp_isa()
     return name.decode()
 
 
@@ -47,7 +47,7 @@ def set_isa(name: str | None) -> None:
     Raises:
         ValueError: this machine does not run it, or there is none of this name.
     """
-    if _library().qsdp_set_isa(None if name is None else name.encode()):
+    if library().qsdp_set_isa(None if name is None else name.encode()):
         raise ValueError(f"set_isa takes avx512, avx2 or baseline if it runs here, got {name!r}")
 
 
@@ -66,7 +66,7 @@ def encode(
     dtype = values.dtype
     assert wire.dtype == torch.uint8
     assert not table.has_raw or dtype == layout.dtype
-    _library().qsdp_encode(
+    library().qsdp_encode(
         table.address,
         values.data_ptr(),
         wire.data_ptr(),
@@ -135,7 +135,7 @@ def encode_changes(
     _check(kept, kept_layout.row_bytes)
     _check(stats.view(-1), 4 * len(layout.spans))
     assert wire.dtype == kept.dtype == torch.uint8 and stats.dtype == torch.float64
-    _library().qsdp_encode_changes(
+    library().qsdp_encode_changes(
         table.address,
         kept_table.address,
         values.data_ptr(),
@@ -167,7 +167,7 @@ def add_changes(
     for rows, size in ((wire, layout.row_bytes), (kept, kept_layout.row_bytes)):
         assert rows.dtype == torch.uint8 and len(rows) == num_rows
         steps.append(_matrix(rows, size)[1])
-    _library().qsdp_add_changes(
+    library().qsdp_add_changes(
         table.address,
         kept_table.address,
         wire.data_ptr(),
@@ -208,7 +208,7 @@ def _decode(
     sender_step: int,
 ) -> None:
     assert wire.dtype == torch.uint8
-    _library().qsdp_decode(
+    library().qsdp_decode(
         table_of(layout).address,
         wire.data_ptr(),
         out.data_ptr(),
@@ -263,10 +263,11 @@ def _check(tensor: torch.Tensor, size: int) -> None:
     assert tensor.is_cpu and tensor.is_contiguous() and tensor.shape == (size,), tensor.shape
 
 
-def _library() -> ctypes.CDLL:
-    library, why = _load()
-    assert library is not None, why
-    return library
+def library() -> ctypes.CDLL:
+    """What :func:`available` has loaded."""
+    found, why = _load()
+    assert found is not None, why
+    return found
 
 
 @lru_cache(maxsize=1)
@@ -296,4 +297,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     for name, types in signatures.items():
         function = getattr(library, f"qsdp_{name}")
         function.argtypes, function.restype = types, None
+    library.qsdp_compact.argtypes = (*(pointer,) * 3, c_int32)
+    library.qsdp_compact.restype = size
+    library.qsdp_expand.argtypes = (pointer, pointer, size, pointer, c_int32)
     return library, ""

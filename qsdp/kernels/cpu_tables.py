@@ -31,6 +31,7 @@ class _Span(ctypes.Structure):
         ("symmetric", c_int32),
         ("short_meta", c_int32),
         ("rotated", c_int32),
+        ("mean", c_int32),
         ("levels", c_void_p),
         ("level_tree", c_void_p),
         ("level_codes", c_void_p),
@@ -108,9 +109,10 @@ def _span(span: Span, zero_map: slice | None) -> _Span:
         quantizer.bits,
         _ROUNDINGS.index(quantizer.rounding),
         quantizer.steps,
-        quantizer.symmetric,
+        quantizer.symmetric + (quantizer.scaling == "l2"),  # 2: TWO_NORM
         quantizer.scale_dtype == "bfloat16",
         quantizer.transform == "hadamard",
+        quantizer.scaling == "mean",
         *tables,
         -1 if zero_map is None else zero_map.start,
     )

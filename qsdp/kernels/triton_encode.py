@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from qsdp.kernels.triton_maps import BYTE, store_map
+from qsdp.kernels.triton_mean import HUGE, INFINITY_BITS, TINY, scaled_exponent, sum_magnitudes
 from qsdp.kernels.triton_philox import draw_dither, draw_per_value, philox, shift_of
 from qsdp.kernels.triton_runs import (
     block_numel,
@@ -38,11 +39,8 @@ from qsdp.kernels.triton_runs import (
 )
 from qsdp.kernels.triton_transform import hadamard
 
-HUGE = tl.constexpr(2.0**126)
-TINY = tl.constexpr(2.0**-64)
 TWO23 = tl.constexpr(2.0**23)
 TWO23_BITS = tl.constexpr(0x4B000000)
-INFINITY_BITS = tl.constexpr(0x7F800000)
 MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 
 # Scalars are not specialised on their values (a new kernel for each that 16 divides): what may be
@@ -138,7 +136,15 @@ def _encode_run(
         hi = tl.maximum(hi, hi_)
         content = tl.add(content, content_, sanitize_overflow=False)
         magnitude = tl.maximum(magnitude, magnitude_)
-    grid = block_grid(lo, hi, content, magnitude, place, key, FORMAT)
+    total = tl.zeros_like(magnitude).to(tl.int64)
+    if FORMAT.quantizer.scaling == "mean":
+        for start in range(0, BLOCK_SIZE, TILE):
+            if TILE < BLOCK_SIZE:
+                x = _load_tile(source, numel, start, BF16, FORMAT, MASKED)
+                x = rotated(x, numel, start, FORMAT, MASKED)
+            total += sum_magnitudes(x, magnitude)
+    found = (lo, hi, content, magnitude, total)
+    grid = block_grid(found, numel, place, key, FORMAT)
     scale, offset = grid[4], grid[5]
     store_meta(meta, meta_words(scale, FORMAT), meta_words(offset, FORMAT), numel, FORMAT)
 
@@ -167,18 +173,20 @@ def pad_meta(meta, span, at, count, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def block_grid(lo, hi, content, magnitude, place, key, FORMAT: tl.constexpr):
-    """Of every block, from what :func:`extremes` found: whether it is finite, where its grid lies
-    (p, base, inverse), scale and offset as stored, the draw of shift, and the key of its draws.
+def block_grid(found, numel, place, key, FORMAT: tl.constexpr):
+    """Of every block, from what :func:`extremes` and :func:`sum_magnitudes` found: whether it is
+    finite, where its grid lies (p, base, inverse), scale and offset as stored, the draw of shift,
+    and the key of its draws.
     """
     blocks, segment, row = place[0], place[1], place[2]
+    lo, hi, content, magnitude, total = found
     finite = magnitude < INFINITY_BITS
     if FORMAT.symmetric:  # so that nothing else is looked for
         hi = magnitude.to(tl.float32, bitcast=True)
         lo = hi
     lo = tl.where(finite, lo, 0.0) + 0.0
     hi = tl.where(finite, hi, 0.0) + 0.0
-    p, base, inverse, scale, offset, huge = _grid(lo, hi, FORMAT)
+    p, base, inverse, scale, offset, huge = _grid(lo, hi, total, numel, FORMAT)
     key_lo = key[0] + tl.zeros_like(blocks)
     key_hi = (content ^ key[1]).to(tl.uint32, bitcast=True)
     draw = tl.zeros_like(content)
@@ -199,11 +207,14 @@ def tile_codes(
     """Codes of a tile, int32; zero in masked lanes."""
     finite, p, base, inverse, scale, offset, draw, key_lo, key_hi = grid
     blocks, segment, row, sender = place
+    sign = (x >= 0).to(tl.int32)
     rare = tl.where(finite & (p == 1.0), 0, 1)
     if tl.max(rare, axis=0) > 0:  # zeros have code zero, whatever is drawn
         x = tl.where(finite[:, None], x, 0.0) * p[:, None]
     q = _positions(x, base, inverse, FORMAT)
-    if FORMAT.levels:
+    if FORMAT.quantizer.scaling == "mean":
+        code = tl.where(finite[:, None], sign, 0)
+    elif FORMAT.levels:
         code = _level_codes(q, thresholds, FORMAT.quantizer.bits)
         code = tl.where(finite[:, None], code, 0)
     elif FORMAT.quantizer.rounding == "stochastic":
@@ -276,10 +287,11 @@ def extremes(x, numel, start, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _grid(lo, hi, FORMAT: tl.constexpr):
+def _grid(lo, hi, total, numel, FORMAT: tl.constexpr):
     """:func:`qsdp.kernels.reference.block_grid` from extremes: but for what is not finite, and the
     mark, which is returned last.
     """
+    largest = hi
     if FORMAT.symmetric:
         lo = -hi
     extreme = tl.maximum(tl.abs(lo), tl.abs(hi)) > HUGE
@@ -294,6 +306,9 @@ def _grid(lo, hi, FORMAT: tl.constexpr):
     restored = tl.where(extreme & (spread == 0), 4.0, tl.where(tiny, 1 / TINY, 1.0))
     base = lo * restored
     dp = hi * restored - base
+    if FORMAT.quantizer.scaling == "mean":
+        up = ((scaled_exponent(largest)[1] - 21) << 23).to(tl.float32, bitcast=True)
+        dp = tl.div_rn(total.to(tl.float32), tl.maximum(numel, 1).to(tl.float32)) * up
     unit = tl.div_rn(dp, tl.zeros_like(dp) + 1.0 * FORMAT.steps)
     scale = tl.where(tiny, unit * TINY, unit)
     if FORMAT.meta_bytes == 2:

@@ -11,12 +11,15 @@ Contracts are those of :mod:`qsdp.kernels.reference`. Nothing here waits for the
 from __future__ import annotations
 
 import math
+import warnings
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton.language as tl
 
+from qsdp.kernels import reference
 from qsdp.kernels.changes import add_changes_by, encode_changes_by
 from qsdp.kernels.triton_decode import decode_kernel, decode_sum_kernel
 from qsdp.kernels.triton_encode import encode_kernel
@@ -49,8 +52,28 @@ def encode(
     sender: int = 0,
 ) -> None:
     """See :func:`qsdp.kernels.reference.encode`."""
+    if _norms_by_reference(layout):
+        draws = {"key": key, "first_row": first_row, "sender": sender}
+        return reference.encode(values, layout, wire, **draws)
     with _on(wire.device):
         _encode(plan_for(layout, wire.device), values, wire, key, first_row, sender)
+
+
+def _norms_by_reference(layout: WireLayout) -> bool:
+    """Whether a format scales by its norm, which has no kernel here; warns once."""
+    found = any(s.quantizer is not None and s.quantizer.scaling == "l2" for s in layout.segments)
+    if found:
+        _warn_of_norms()
+    return found
+
+
+@lru_cache(maxsize=1)
+def _warn_of_norms() -> None:
+    warnings.warn(
+        'Quantizer(scaling="l2") has no Triton kernel: the slow reference encodes such rows on the '
+        'GPU; take scaling="symmetric" for speed',
+        stacklevel=4,
+    )
 
 
 def decode(
@@ -82,6 +105,8 @@ def decode_sum(
 def accumulate(values: torch.Tensor, kept_layout: WireLayout, kept: torch.Tensor) -> None:
     """See :func:`qsdp.kernels.changes.accumulate_by`; in one pass over memory."""
     assert not any(kept_layout.zero_maps)
+    if _norms_by_reference(kept_layout):
+        return reference.accumulate(values, kept_layout, kept)
     with _on(kept.device):
         _accumulate(plan_for(kept_layout, kept.device), values, kept)
 

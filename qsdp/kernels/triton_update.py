@@ -35,6 +35,7 @@ from qsdp.kernels.triton_encode import (
     store_meta,
     tile_codes,
 )
+from qsdp.kernels.triton_mean import sum_magnitudes
 from qsdp.kernels.triton_runs import (
     block_numel,
     codes_at,
@@ -141,7 +142,17 @@ def _accumulate_run(
         magnitude = tl.maximum(magnitude, magnitude_)
         added = tl.maximum(added, added_)
     zero = tl.zeros_like(content)
-    grid = block_grid(lo, hi, content, magnitude, draws, (zero.to(tl.uint32), zero), FORMAT)
+    total = tl.zeros_like(content).to(tl.int64)
+    if FORMAT.quantizer.scaling == "mean":
+        for start in range(0, BLOCK_SIZE, TILE):
+            if TILE < BLOCK_SIZE:
+                x, old, added_ = _added(
+                    source, codes, old_meta, levels, count, start, place, BF16, FORMAT, FULL
+                )
+                x = rotated(x, numel, start, FORMAT, MASKED)
+            total += sum_magnitudes(x, magnitude)
+    found = (lo, hi, content, magnitude, total)
+    grid = block_grid(found, numel, draws, (zero.to(tl.uint32), zero), FORMAT)
     # A block to which nothing is added keeps its bytes.
     scale = tl.where(added > 0, meta_words(grid[4], FORMAT), old[0])
     offset = tl.where(added > 0, meta_words(grid[5], FORMAT), old[1])

@@ -98,6 +98,11 @@ class SyncConfig:
                 "SyncConfig(differences=...) does not learn levels: give it a Quantizer or "
                 f"Feedback(Quantizer), got {self.differences!r}"
             )
+        if isinstance(self.differences, Feedback) and self.differences.memory is not None:
+            raise ValueError(
+                "SyncConfig(differences=Feedback(memory=...)) must be None: what a synchronisation "
+                f"lost is kept in float32, got {self.differences.memory}"
+            )
         for name, low, end in (
             ("fragments", 1, 2**31),
             ("overlap_steps", 0, 2**31),

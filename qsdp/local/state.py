@@ -41,7 +41,10 @@ class SyncMemory:
         self._feeds_back = isinstance(config.differences, Feedback)
         self._overlaps = config.overlap_steps > 0
         # Of what this rank contributes, and of the sums that it forwards.
-        self._sent, self._forwarded = Residuals(), Residuals()
+        way = config.differences
+        names = (entry.name for part in self.parts for entry in part.entries)
+        ways = dict.fromkeys(names, way) if isinstance(way, Feedback) else {}
+        self._sent, self._forwarded = Residuals(ways), Residuals(ways)
 
     @property
     def all_parts(self) -> list[Part]:

@@ -11,7 +11,7 @@ import torch
 from qsdp.config import QSDPConfig
 from qsdp.memory import KeptWeights
 from qsdp.plan.measured import Coding
-from qsdp.rows import decode_rows, encode_rows, sum_rows
+from qsdp.rows import compact_rows, decode_rows, encode_rows, expand_rows, sum_rows
 from qsdp.ways import Differences, Way, kept_layout, row_layout
 from qsdp.wire import WireLayout
 
@@ -68,7 +68,8 @@ def _weight_runs(way: Way, numel: int, dtype: torch.dtype, device: torch.device)
         return _difference_runs(way, layout, rows, wire)
     encode_rows(rows, layout, wire, key=1)
     own, sent = rows[:1].clone(), wire[:1].clone()
-    return (
+    return _with_coding(
+        *(layout, wire, sent),
         lambda: encode_rows(own, layout, sent, key=1),
         lambda: decode_rows(wire, layout, rows),
     )
@@ -92,7 +93,7 @@ def _difference_runs(
         kept.read(rows)
 
     encode_rows(rows * 0.001, layout, wire, key=1)
-    return before, after
+    return _with_coding(layout, wire, wire[:1], before, after)
 
 
 def _gradient_runs(
@@ -103,10 +104,35 @@ def _gradient_runs(
     rows = torch.randn(_NUM_ROWS, numel, device=device).to(dtype)
     wire, out = _wire(layout, device), rows[0].clone()
     encode_rows(rows, layout, wire, key=1)
-    return (
+    return _with_coding(
+        *(layout, wire, wire),
         lambda: encode_rows(rows, layout, wire, key=1),
         lambda: sum_rows(wire, layout, out),
     )
+
+
+def _with_coding(
+    layout: WireLayout, wire: torch.Tensor, sent: torch.Tensor, before: Run, after: Run
+) -> tuple[Run, Run]:
+    """What is done to rows where they are coded too, on their way out and in.
+
+    Args:
+        wire: rows that arrive, encoded.
+        sent: rows that ``before`` encodes.
+    """
+    if not layout.coded_spans:
+        return before, after
+    parts, there = compact_rows(wire, layout), [*wire]
+
+    def out() -> None:
+        before()
+        compact_rows(sent, layout)
+
+    def into() -> None:
+        expand_rows(parts, layout, there, range(len(parts)))
+        after()
+
+    return out, into
 
 
 def _wire(layout: WireLayout, device: torch.device) -> torch.Tensor:

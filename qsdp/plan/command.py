@@ -44,7 +44,7 @@ CLUSTERS = ("cloud", "qsdp-paper", "sdp4bit-a100-1.3b", "sdp4bit-a100-2.7b", "sd
 MODELS = ("gpt2-125m", "gpt2-350m", "gpt2-1.3b", "gpt2-2.7b")
 VARIANTS = (
     "stock-fp32, stock-bf16, stock-w{16|32}g{16|32} (FSDP2 as it is); qsdp-fp32, qsdp-bf16 (qsdp's "
-    "transport, nothing quantized) or a preset such as w8g8, both two-level where nodes have "
+    "transport, nothing quantized) or a preset (w8g8, qsgd4), both two-level where nodes have "
     "several ranks and with -flat for flat collectives; FILE.json with fields of QSDPConfig "
     "(two-level where it sets ranks_per_node); presets and files with -bf16 at the end to compute "
     "in bfloat16"

@@ -10,7 +10,12 @@ from typing import NamedTuple
 import torch
 
 from qsdp.config import QSDPConfig
+from qsdp.quantizer import Quantizer
+from qsdp.rows import encode
 from qsdp.ways import Differences, Direction, kept_layout, row_layout
+from qsdp.wire import LENGTH_BYTES, WireLayout, code_bytes, tensor_layout
+
+_SAMPLE = 1 << 14  # values
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,31 @@ class Rows(NamedTuple):
     two_level: bool
 
 
+def expected_bytes(layout: WireLayout) -> int:
+    """Bytes of a row where it travels; of coded segments those of normal numbers.
+
+    Real gradients and differences have heavier tails, and take fewer.
+    """
+    if not layout.coded_spans:
+        return layout.row_bytes
+    saved = 0.0
+    for span in layout.coded_spans:
+        form = span.segment.format
+        fixed = code_bytes(form.block_size, form.bits) / form.block_size
+        saved += span.segment.numel * (fixed - coded_bytes_a_value(form))
+    return LENGTH_BYTES + layout.row_bytes - int(saved)
+
+
+@lru_cache(maxsize=256)
+def coded_bytes_a_value(quantizer: Quantizer) -> float:
+    """Bytes of codes and their headers, measured on a few blocks of normal numbers."""
+    numel = quantizer.block_size * max(1, _SAMPLE // quantizer.block_size)
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    layout = tensor_layout(numel, quantizer)
+    plain = sum(place.stop - place.start for place in layout.plain_places)
+    return float(encode(values, quantizer).numel() - LENGTH_BYTES - plain) / numel
+
+
 @lru_cache(maxsize=8192)
 def unit_rows(
     unit: tuple[Parameter, ...],
@@ -159,7 +189,9 @@ def unit_rows(
         there = [direction == "weights" or trains for trains in trained]
         chosen = [way[direction] for way, is_there in zip(ways, there, strict=True) if is_there]
         lengths = [size for size, is_there in zip(sizes, there, strict=True) if is_there]
-        return row_layout(lengths, chosen, direction, dtype, config.verify).row_bytes
+        layout = row_layout(lengths, chosen, direction, dtype, config.verify)
+        # Inside nodes nothing is coded.
+        return layout.row_bytes if direction == "inside_node" else expected_bytes(layout)
 
     # A direction in which nothing is quantized is left to FSDP2.
     own_gather = config.weights is not None or any(way["weights"] for way in ways)

@@ -18,7 +18,7 @@ UNQUANTIZED = QSDPConfig(exceptions={"*": None})
 """qsdp's transport, with nothing quantized."""
 HELP = (
     "stock-fp32, stock-bf16, stock-w{16|32}g{16|32} (FSDP2 as it is); qsdp-fp32, qsdp-bf16 (qsdp's "
-    "transport, nothing quantized) or a preset such as w8g8, both two-level where nodes have "
+    "transport, nothing quantized) or a preset (w8g8, qsgd4), both two-level where nodes have "
     "several ranks and with -flat for flat collectives; FILE.json with fields of QSDPConfig "
     "(two-level where it sets ranks_per_node); presets and files with -bf16 at the end to compute "
     "in bfloat16"
@@ -76,7 +76,7 @@ class Variant:
         if config.ranks_per_node is None:
             if self.two_level and nodes > 1 and ranks_per_node > 1:
                 return replace(config, ranks_per_node=ranks_per_node)
-            return config if config.inside_node else replace(config, ranks_per_node=1)
+            return config.on_nodes_of(1)
         if config.ranks_per_node not in (1, ranks_per_node):
             raise ValueError(
                 f"{self.name} has ranks_per_node={config.ranks_per_node} and the nodes have "

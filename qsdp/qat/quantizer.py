@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from qsdp.quantizer import BLOCK_MULTIPLE, MAX_BITS, MAX_BLOCK, MIN_BITS, Quantizer
+from qsdp.quantizer import BLOCK_MULTIPLE, MAX_BITS, MAX_BLOCK, Quantizer
 
 Per = Literal["channel", "tensor", "block"]
 Step = Literal["learned", "largest"]
+MIN_BITS = 2  # with less there is no step to each side of zero
 # Up to here a grid with bfloat16 steps reaches its own largest point again: fake_quantize of what
 # it gave changes nothing. At 8 bits a step that was rounded up to bfloat16 can miss it by one code.
 _MAX_WIRE_BITS = 7

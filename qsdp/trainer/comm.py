@@ -9,17 +9,24 @@ import dataclasses
 import json
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 import qsdp
 from qsdp.arguments import did_you_mean
 from qsdp.auto import AUTO
+from qsdp.config import NAMED_PRESETS
 from qsdp.qat import FakeQuantization
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.quantized import on_the_wire
 
-_BITS = (*range(2, 9), 32)
-PRESETS = [AUTO, *(f"w{weights}g{gradients}" for weights in _BITS for gradients in _BITS)]
+_BITS = (*range(1, 9), 32)
+PRESETS = [
+    AUTO,
+    *NAMED_PRESETS,
+    *(f"w{weights}g{gradients}" for weights in _BITS for gradients in _BITS),
+]
+WARMUP_SHARE = 10  # of a run's steps, one in so many
 
 
 def comm_config(config: TrainConfig) -> qsdp.QSDPConfig:
@@ -43,9 +50,16 @@ def comm_config(config: TrainConfig) -> qsdp.QSDPConfig:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"--comm {content.get('name')}: {error}") from error
     comm = dataclasses.replace(comm, seed=config.seed)
+    preset = not config.comm.startswith("{")
+    if preset and comm.warmup is not None:
+        steps = max(config.steps // WARMUP_SHARE, 1)
+        comm = dataclasses.replace(comm, warmup=dataclasses.replace(comm.warmup, steps=steps))
     if config.ranks_per_node is not None:
         try:
-            comm = dataclasses.replace(comm, ranks_per_node=config.ranks_per_node)
+            if preset:
+                comm = comm.on_nodes_of(config.ranks_per_node)
+            else:
+                comm = dataclasses.replace(comm, ranks_per_node=config.ranks_per_node)
         except ValueError as error:
             raise ValueError(f"--ranks-per-node {config.ranks_per_node}: {error}") from error
     return _between_replicas(comm, config).with_exceptions(
@@ -90,6 +104,17 @@ def quantize_communication(
     except ValueError as error:
         raise ValueError(f"--comm {config.comm_name}: {error}") from error
     qsdp.observe_comms(model)
+
+
+def freeze_second_moment(optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
+    """As --freeze-second-moment says; ValueError where it does not fit."""
+    if config.freeze_second_moment is None:
+        return
+    try:
+        at_step, comm = config.freeze_second_moment, comm_config(config)
+        qsdp.freeze_second_moment(optimizer, at_step, config=comm)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--freeze-second-moment: {error}") from error
 
 
 def require_kept(model: nn.Module, config: TrainConfig) -> None:

@@ -79,19 +79,17 @@ class TrainConfig(ReplicaFlags):
     """`--resume` alone continues from the run folder's latest checkpoint, `--resume PATH` from that
     one."""
     comm: str = "w8g8"
-    """Bits of weights and gradients on the wire, w{2..8|32}g{2..8|32}, where 32 is not quantized;
-    auto to measure the network and decide; or a JSON file with the fields of QSDPConfig."""
+    """Bits of weights and gradients on the wire, w{1..8|32}g{1..8|32}, 32 for full precision; or
+    sdp4bit, bitdp, qsgd{2|4|8}; auto to measure and decide; or a JSON file of a QSDPConfig."""
     keep_full_precision: tuple[str, ...] = ()
     """Glob patterns of parameter names that are never quantized."""
     ranks_per_node: int | None = None
-    """Ranks in each node, for two-level collectives: each part crosses between nodes once. 1 for
-    flat ones; left out, as the launcher says."""
+    """Ranks in each node, for two-level collectives; 1 for flat ones; left out, as launched."""
     replicate: int = 1
     """Replicas of the sharded model (HSDP): ranks / replicas shard it, and replicas add up their
     gradients."""
     quantize_replicas: bool = True
-    """With --replicate, replicas send gradients in the preset's bits too. A JSON file says it
-    itself, as `replicas`."""
+    """With --replicate, replicas send the preset's bits too. A JSON file has its `replicas`."""
     seed: int = 17
     """Seed of the initial weights, the order of the text, dropout and rounding."""
 
@@ -172,6 +170,8 @@ class TrainConfig(ReplicaFlags):
     """Learning rate of the last step, as a part of the peak."""
     beta1: float = 0.9
     """AdamW."""
+    freeze_second_moment: int | None = None
+    """After so many steps Adam's second moment stays as it is (1-bit Adam); left out, never."""
     beta2: float = 0.95
     """AdamW."""
     eps: float = 1e-8

@@ -22,7 +22,7 @@ from qsdp.trainer.checkpoint import (
     find_checkpoint,
     save_checkpoint,
 )
-from qsdp.trainer.comm import quantize_communication, quantizes_weights
+from qsdp.trainer.comm import freeze_second_moment, quantize_communication, quantizes_weights
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.data import Data, prepare_data, vocabulary_digest
 from qsdp.trainer.evaluate import master_validation_loss, validation_loss
@@ -93,6 +93,7 @@ def train(config: TrainConfig) -> None:
         config = together(lambda: decide_communication(model, config, resume))
         with warnings_on_a_line(ranks):
             together(lambda: quantize_communication(model, config, fake))
+        together(lambda: freeze_second_moment(optimizer, config))
         start, local = Progress(0, 0.0), None
         if resume is None:
             local = together(lambda: make_local(model, optimizer, mesh, config, 0))

@@ -91,6 +91,13 @@ def _base(name: str | None) -> QSDPConfig:
         base = QSDPConfig.preset("w4g4")
         return replace(base, weights=quantizer_of(base.weights))
     base = _named_base(name)
+    for direction in ("weights", "gradients"):
+        quantizer = quantizer_of(getattr(base, direction))
+        if quantizer is not None and quantizer.scaling == "mean":
+            raise ValueError(
+                f"--base {name}: {direction} travel as signs, which have no other width: give "
+                'scaling="minmax" or "symmetric"'
+            )
     if isinstance(base.weights, Differences):
         raise ValueError(
             f"--base must send weights as values, for it is their error that is measured; {name} "

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from qsdp.columns import format_columns
-from research.theory import differences, drift, exhaustive, floors, guarantee
+from research.theory import differences, drift, exhaustive, feedback, floors, guarantee
 from research.theory.claims import Claim, Part
 
 PARTS: tuple[Callable[[], Part], ...] = (
@@ -27,6 +27,8 @@ PARTS: tuple[Callable[[], Part], ...] = (
     differences.theorem,
     differences.counterexample,
     drift.local_steps,
+    feedback.contraction,
+    feedback.descent,
 )
 HEADER = ("claim", "setting", "measured", "+-", "", "reference", "")
 

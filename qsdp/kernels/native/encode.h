@@ -23,7 +23,9 @@ template <class T>
 INLINE void quantize(const char* x, int64_t at, int64_t n, const Source& source, int32_t* r,
                      uint8_t* codes) {
   const Span& span = source.span;
-  if (span.levels && span.bits <= MAX_TREE_BITS) {
+  if (span.mean) {
+    quantize_signs<T>(x, codes);
+  } else if (span.levels && span.bits <= MAX_TREE_BITS) {
     quantize_few_levels<T>(x, source.plan, span.level_tree, span.bits, codes);
   } else if (span.levels) {
     quantize_many_levels<T>(x, source.plan, span.level_codes, codes);
@@ -122,6 +124,42 @@ INLINE Extremes rotate_and_scan(const char* x, int64_t n, float* y) {
   return extremes;
 }
 
+// The block's norm in place of its extremes. `y`: what rotate_and_scan has left there.
+template <class T>
+INLINE void take_norm(const Span& span, const char* x, int64_t n, float* y, Extremes& extremes) {
+  if (!span.rotated)
+    return stretch_to_norm<T>(extremes, [&](const auto& add) { add(x, n); });
+  stretch_to_norm<Float32>(extremes, [&](const auto& add) {
+    for (int64_t at = 0; at < n; at += ROTATED) {
+      const int64_t count = minimum(n - at, ROTATED);
+      if (n > ROTATED) rotate<T>(x + at * T::SIZE, count, y);
+      add(reinterpret_cast<const char*>(y), count);
+    }
+  });
+}
+
+// dp of [Note: mean scaling] in blocks.py, of a block with these extremes. Of a rotated one, y has
+// the last ROTATED values.
+template <class T>
+INLINE float twice_the_mean(const Extremes& extremes, const Span& span, const char* x, int64_t n,
+                            float* y) {
+  const float lo = __builtin_fabsf(extremes.lo), hi = __builtin_fabsf(extremes.hi);
+  const float largest = lo > hi ? lo : hi;
+  if (!extremes.finite || largest == 0.0f) return 0.0f;
+  const float p = largest > HUGE_VALUE ? 0.25f : 2 * largest < TINY_RANGE ? 1 / TINY_RANGE : 1.0f;
+  const uint32_t exponent = bit_cast<uint32_t>(largest * p) >> 23;
+  const float down = bit_cast<float>((276 - exponent) << 23);
+  const float up = bit_cast<float>((exponent - 21) << 23);
+  int64_t total = 0;
+  if (!span.rotated) total = sum_magnitudes<T>(x, n, p, down);
+  for (int64_t at = 0; span.rotated && at < n; at += ROTATED) {
+    const int64_t count = minimum(n - at, ROTATED);
+    if (n > ROTATED) rotate<T>(x + at * T::SIZE, count, y);
+    total += sum_magnitudes<Float32>(reinterpret_cast<const char*>(y), count, p, down);
+  }
+  return float(total) / float(n) * up;
+}
+
 // Codes of a rotated block; of one that is larger than y, with its values rotated once more.
 template <class T>
 INLINE void quantize_rotated(const char* x, int64_t n, const Source& source, const Planes& planes,
@@ -157,9 +195,11 @@ INLINE void encode_blocks(const EncodeJob& job, const Blocks& blocks, const Plan
   for (int64_t k = 0; k < blocks.count; k++) {
     const int64_t n = minimum(size, blocks.numel - k * size);
     const char* x = blocks.x + k * size * T::SIZE;
-    const Extremes extremes = span.rotated ? rotate_and_scan<T>(x, n, y + k * size)
-                              : content    ? scan<true, T>(x, n)
-                                           : scan<false, T>(x, n);
+    Extremes extremes = span.rotated ? rotate_and_scan<T>(x, n, y + k * size)
+                        : content    ? scan<true, T>(x, n)
+                                     : scan<false, T>(x, n);
+    if (span.symmetric == TWO_NORM) take_norm<T>(span, x, n, y + k * size, extremes);
+    if (span.mean) extremes.twice_mean = twice_the_mean<T>(extremes, span, x, n, y + k * size);
     const Counter counter = {blocks.first.block + uint32_t(k), blocks.first.segment,
                              blocks.first.row};
     draft_block(job, span, counter, extremes, drafts[k], blocks.meta + k * meta_size);

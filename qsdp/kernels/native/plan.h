@@ -15,6 +15,7 @@ struct Extremes {
   float lo, hi;
   uint32_t content;
   bool finite;
+  float twice_mean = 0.0f;  // of [Note: mean scaling], where it is needed
 
   void join(const Extremes& other) {
     lo = other.lo < lo ? other.lo : lo, hi = other.hi > hi ? other.hi : hi;
@@ -55,7 +56,7 @@ INLINE Plan plan_block(const Extremes& x, const Span& span, int32_t shift) {
   const float restored = extreme && constant ? 4.0f : tiny ? 1 / TINY_RANGE : 1.0f;
   Plan plan;
   plan.base = lo * restored;
-  float dp = hi * restored - plan.base;
+  float dp = span.mean ? x.twice_mean : hi * restored - plan.base;
   float unit = dp / top;
   plan.scale = tiny ? unit * TINY_RANGE : unit;
   if (span.short_meta) {
@@ -64,7 +65,7 @@ INLINE Plan plan_block(const Extremes& x, const Span& span, int32_t shift) {
     dp = unit * top;
     if (span.symmetric) plan.base = -(unit * (top * 0.5f));
   }
-  plan.p = huge ? 0.25f : tiny ? 1 / TINY_RANGE : 1.0f;
+  plan.p = span.mean ? 1.0f : huge ? 0.25f : tiny ? 1 / TINY_RANGE : 1.0f;  // of signs, nothing
   plan.inverse = dp == 0.0f ? 0.0f : FRACTION * top / dp;
   plan.offset = tiny ? lo : plan.base;
   plan.limit = uint8_t(span.levels ? (1 << span.bits) - 1 : span.steps);

@@ -139,6 +139,7 @@ INLINE void pack_plane(const uint8_t* codes, int width, int shift, uint8_t* to) 
 INLINE void unpack_plane(const uint8_t* from, int width, int shift, uint8_t* codes) {
   if (width == 4) return unpack_4(from, codes);
   if (width == 2) return unpack_2(from, shift, codes);
+  if (!shift) memset(codes, 0, CHUNK);  // the first plane clears what was there
   unpack_1(from, shift, codes);
 }
 

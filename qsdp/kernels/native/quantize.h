@@ -44,6 +44,16 @@ INLINE void quantize_uniform(const char* x, const Plan& plan, const int32_t* r, 
   }
 }
 
+// Signs: 1 from zero on.
+template <class T>
+INLINE void quantize_signs(const char* x, uint8_t* codes) {
+  for (int i = 0; i < CHUNK; i += GROUP) {
+    Ints code[4];
+    for (int k = 0; k < 4; k++) code[k] = (T::get(x + (i + k * LANES) * T::SIZE) >= Floats{}) & 1;
+    narrow_to_bytes(code, 1, codes + i);
+  }
+}
+
 // Up to 16 levels: a binary search in all lanes at once. tree[2^d - 1 + i] is the threshold of node
 // i at depth d.
 template <class T>

@@ -76,5 +76,24 @@ INLINE Extremes scan(const char* x, int64_t n) {
   return {lo, hi, content, finite};
 }
 
+// Sum of floor(|x| * p * factor) over `n` values, each of which is below 2^23.
+template <class T>
+int64_t sum_magnitudes(const char* x, int64_t n, float p, float factor) {
+  constexpr int64_t FEW = 128 * LANES;  // 30 bits a lane
+  int64_t total = 0;
+  char padded[LANES * T::SIZE];
+  for (int64_t at = 0; at < n; at += FEW) {
+    Words sum = {};
+    for (int64_t i = at; i < minimum(at + FEW, n); i += LANES) {
+      const char* from = x + i * T::SIZE;
+      if (n - i < LANES) from = pad<T>(from, n - i, padded, LANES);
+      const Floats magnitude = (Floats)((Words)T::get(from) & 0x7fffffff);
+      sum += (Words)__builtin_convertvector(magnitude * p * factor, Ints);
+    }
+    for (int k = 0; k < LANES; k++) total += sum[k];
+  }
+  return total;
+}
+
 }  // namespace QSDP_NAMESPACE
 }  // namespace

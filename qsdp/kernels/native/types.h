@@ -12,10 +12,11 @@
 namespace {
 
 // Bumped whenever Span, Layout or a signature in cpu.cpp changes: cpu.py refuses a stale library.
-constexpr int ABI = 7;
+constexpr int ABI = 9;
 
 enum Dtype : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
 enum Rounding : int32_t { NEAREST, STOCHASTIC, SHIFT, DITHER };
+constexpr int32_t TWO_NORM = 2;
 
 // Span and Layout mirror the ctypes structures in cpu.py.
 struct Span {
@@ -24,9 +25,10 @@ struct Span {
   int32_t bits;        // 0: full precision
   int32_t rounding;
   int32_t steps;       // of the grid: L in reference.py
-  int32_t symmetric;   // no offset on the wire
+  int32_t symmetric;   // no offset on the wire; TWO_NORM: the scale follows from the norm
   int32_t short_meta;  // scales and offsets are bfloat16
   int32_t rotated;     // the transform: groups of ROTATION values
+  int32_t mean;        // codes are signs, and the scale follows from the mean magnitude
   const float* levels;         // 2^bits numbers, or null for the uniform grid
   const int32_t* level_tree;   // thresholds as quantize_few_levels wants them, up to 4 bits
   const uint8_t* level_codes;  // the code of each of the 65537 positions, from 5 bits on
@@ -37,6 +39,18 @@ struct Layout {
   const Span* spans;
   int64_t num_spans, numel, row_bytes, payload_bytes;
   int32_t dtype;  // of full-precision segments
+};
+
+// Mirrors of the ctypes structures in cpu_coded.py: a row's coded segments, and its other bytes.
+struct CodedSpan {
+  int64_t numel, block_size, data_offset;
+  int32_t bits, coding;
+};
+
+struct CodedLayout {
+  const CodedSpan* spans;
+  const int64_t* places;  // pairs: where bytes that are not coded begin, and how many
+  int64_t num_spans, num_places, num_blocks, plain_bytes;
 };
 
 // Rows in memory, of one or two leading dimensions; they count in row-major order. Steps are bytes.

@@ -90,7 +90,7 @@ class Fast {
   static bool takes(const UpdateJob& job, int64_t index) {
     const Span &span = job.layout->spans[index], &kept = job.kept_layout->spans[index];
     return job.dtype != FLOAT16 && is_plain(span) && is_plain(kept) && kept.rounding == NEAREST &&
-           kept.block_size <= ROTATED && kept.block_size % span.block_size == 0;
+           !kept.mean && kept.block_size <= ROTATED && kept.block_size % span.block_size == 0;
   }
 
   Fast(const UpdateJob& job, int64_t row, int64_t index)
@@ -136,7 +136,12 @@ class Fast {
     const float most = reduce(hi, [](auto a, auto b) { return a > b ? a : b; });
     const float witness = reduce(seen, [](auto a, auto b) { return a + b; });
     if (!reduce(any, join) || !(__builtin_fabsf(witness) <= MAX_FLOAT)) return false;
-    const Plan plan = plan_block({least, most, 0, true}, kept_, -1);
+    Extremes extremes = {least, most, 0, true};
+    if (kept_.symmetric == TWO_NORM)
+      stretch_to_norm<Float32>(extremes, [&](const auto& add) {
+        add(reinterpret_cast<const char*>(sums), kept_.block_size);
+      });
+    const Plan plan = plan_block(extremes, kept_, -1);
     if (plan.p != 1.0f) return false;
     write_meta(kept_, plan.scale, plan.offset, meta);
     char* const out = values_ + block * kept_.block_size * T::SIZE;

@@ -1,0 +1,131 @@
+// Tables of numbers of variable length, for coded.h: what to write for an integer or for two, and
+// what stands in the next bits of a stream. Made once, at the first use.
+
+#pragma once
+
+#include "types.h"
+
+namespace {
+
+enum Coding : int32_t { ELIAS, RICE };
+
+constexpr int PARAMETERS = 8;         // of Rice numbers that are magnitudes
+constexpr int NUMBERS = 1 + PARAMETERS;  // Elias, then Rice by parameter
+constexpr int WINDOW = 11;            // bits of a stream that a table is looked up by
+constexpr int AT_ONCE = 8;            // values that it gives at most
+constexpr uint32_t KNOWN = 512;       // Elias numbers below it are in a table
+
+// A number, first bit lowest. Of more than 64 bits, the size alone.
+struct Number {
+  uint64_t bits;
+  int size;
+};
+
+INLINE int log2_of(uint32_t n) { return 31 - __builtin_clz(n); }
+
+// E(n) for 1 <= n < 2^17.
+inline Number elias_number(uint32_t n) {
+  Number all = {0, 1};
+  while (n > 1) {
+    const int last = log2_of(n);
+    uint64_t group = 0;
+    for (int i = 0; i <= last; i++) group |= uint64_t(n >> (last - i) & 1) << i;
+    all = {group | all.bits << (last + 1), all.size + last + 1};
+    n = uint32_t(last);
+  }
+  return all;
+}
+
+inline Number rice_number(uint32_t n, int r) {
+  const uint32_t ones = n >> r;
+  if (ones + 1 + uint32_t(r) > 64) return {0, int(ones) + 1 + r};
+  const uint64_t unary = (uint64_t(1) << ones) - 1, low = n & ((1u << r) - 1);
+  return {unary | (r ? low << (ones + 1) : 0), int(ones) + 1 + r};
+}
+
+// Of one of NUMBERS, a magnitude with its sign.
+inline Number signed_number(int number, int k) {
+  const uint32_t magnitude = uint32_t(k < 0 ? -k : k);
+  Number n = number ? rice_number(magnitude, number - 1) : elias_number(magnitude + 1);
+  if (k && n.size < 64) n.bits |= uint64_t(k < 0) << n.size;
+  n.size += k != 0;
+  return n;
+}
+
+// What to write: at most 32 bits; size 0 where they are more.
+struct Word {
+  uint32_t bits, size;
+};
+
+// The values that stand complete in the next WINDOW bits, as int8, and the bits that they take.
+struct Found {
+  uint64_t values;
+  uint32_t count, size;
+};
+
+// An Elias number that a window begins with; size 0 where it is longer.
+struct Read {
+  uint8_t number, size;
+};
+
+struct Tables {
+  Word one[NUMBERS][256];              // by a value as uint8
+  Word two[NUMBERS][256];              // by the low four bits of one value, and of the next
+  Found found[NUMBERS][1 << WINDOW];
+  uint8_t elias_bits[18];              // of numbers with so many bits after the first
+  Number elias[KNOWN];
+  Read elias_read[1 << WINDOW];
+
+  Tables() {
+    for (int i = 0; i < 17; i++) elias_bits[i] = uint8_t(elias_number(1u << i).size);
+    elias_bits[17] = 0;
+    memset(elias_read, 0, sizeof elias_read);
+    for (uint32_t n = 1; n < KNOWN; n++) {
+      elias[n] = elias_number(n);
+      const int size = elias[n].size;
+      for (uint64_t more = 0; size <= WINDOW && more < 1u << (WINDOW - size); more++)
+        elias_read[elias[n].bits | more << size] = {uint8_t(n), uint8_t(size)};
+    }
+    for (int number = 0; number < NUMBERS; number++) fill(number);
+  }
+
+ private:
+  void fill(int number) {
+    Number signed_of[256];
+    int first[1 << WINDOW];  // the value that a window begins with; 128 if none is complete
+    for (int& k : first) k = 128;
+    for (int k = -127; k < 128; k++) {
+      const Number n = signed_of[k & 255] = signed_number(number, k);
+      one[number][k & 255] = n.size > 32 ? Word{0, 0} : Word{uint32_t(n.bits), uint32_t(n.size)};
+      for (uint64_t more = 0; n.size <= WINDOW && more < 1u << (WINDOW - n.size); more++)
+        first[n.bits | more << n.size] = k;
+    }
+    one[number][128] = {0, 0};  // no integer of a block
+    for (int pair = 0; pair < 256; pair++) {
+      const Number a = signed_of[low_nibble(pair)], b = signed_of[low_nibble(pair >> 4)];
+      two[number][pair] = a.size + b.size > 32
+                              ? Word{0, 0}
+                              : Word{uint32_t(a.bits | b.bits << a.size), uint32_t(a.size + b.size)};
+    }
+    for (uint32_t window = 0; window < 1u << WINDOW; window++) {
+      Found at = {0, 0, 0};
+      while (at.count < AT_ONCE && at.size < WINDOW) {
+        const int k = first[window >> at.size];
+        if (k == 128 || int(at.size) + signed_of[k & 255].size > WINDOW) break;
+        at.values |= uint64_t(uint8_t(k)) << 8 * at.count++;
+        at.size += uint32_t(signed_of[k & 255].size);
+      }
+      found[number][window] = at;
+    }
+  }
+
+  // Four bits with their sign, as an index by uint8.
+  static int low_nibble(int bits) { return (((bits & 15) ^ 8) - 8) & 255; }
+};
+
+inline const Tables& tables() {
+  static const Tables made;
+  return made;
+}
+
+}  // namespace
