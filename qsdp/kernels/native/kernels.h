@@ -19,4 +19,5 @@
 #include "changes.h"
 #include "update.h"
 #include "coded.h"
+#include "coded_read.h"
 #include "coded_rows.h"

@@ -1,0 +1,174 @@
+// Numbers of variable length back to blocks: qsdp/kernels/coded.py has the specification.
+
+namespace {
+namespace QSDP_NAMESPACE {
+
+// Reads a stream bit by bit, and by the table many at once. Bytes behind the stream up to
+// `readable` may be read, and then count for nothing.
+struct BitReader {
+  const uint8_t* from;
+  const uint8_t* readable;
+  int64_t at = 0, size;  // bits
+  bool over = false;     // something was read that is not there
+
+  BitReader(const uint8_t* start, int64_t bytes, const uint8_t* end)
+      : from(start), readable(end), size(8 * bytes) {}
+
+  // From the next bit on: 57 bits at least, if as many are readable.
+  INLINE uint64_t window() const {
+    const uint8_t* byte = from + (at >> 3);
+    uint64_t word = 0;
+    if (readable - byte >= 8)
+      memcpy(&word, byte, 8);
+    else
+      memcpy(&word, byte, size_t(readable - byte));
+    return word >> (at & 7);
+  }
+  INLINE uint32_t take(int count) {
+    if (at + count > size) over = true;
+    if (over) return 0;
+    const uint32_t bits = uint32_t(window() & ((uint64_t(1) << count) - 1));
+    at += count;
+    return bits;
+  }
+  INLINE uint32_t elias() {
+    uint32_t n = 1;
+    while (take(1)) {
+      if (n > 16) over = true;
+      if (over) return 0;
+      const uint32_t group = take(int(n));
+      uint32_t value = 1;
+      for (uint32_t i = 0; i < n; i++) value = value << 1 | (group >> i & 1);
+      n = value;
+    }
+    return n;
+  }
+  INLINE uint32_t rice(int r) {
+    uint32_t ones = 0;
+    const uint64_t bits = window();
+    const int few = __builtin_ctzll(~bits | uint64_t(1) << 40);
+    if (few + 1 + r <= 40 && at + few + 1 + r <= size) {  // all of it is in the window
+      at += few + 1 + r;
+      return uint32_t(few) << r | (uint32_t(bits >> (few + 1)) & ((1u << r) - 1));
+    }
+    while (take(1)) ones++;
+    const uint32_t low = take(r);
+    // No block has as many values: too large for any place or magnitude.
+    return ones > 1u << 16 ? 1u << 17 : ones << r | low;
+  }
+};
+
+constexpr int LOOKED_UP = 4;  // numbers up to this one: of others a window holds one or none
+
+// A dense stream and its values, as int8 around zero.
+struct Dense {
+  BitReader reader;
+  int number, top;
+  const Found* found;
+  int8_t* k;
+  int64_t n, i = 0;  // i: how many values there are; up to 7 more than n
+
+  Dense(const BitReader& bits, int64_t numel, int32_t coding, int top_, int8_t* to)
+      : reader(bits), number(0), top(top_), k(to), n(numel) {
+    if (coding == RICE) number = 1 + int(reader.take(4));
+    found = tables().found[number <= LOOKED_UP ? number : 0];
+  }
+
+  // Reads some values, or one; whether there were any and more are wanted.
+  INLINE bool step() {
+    if (number <= LOOKED_UP) {
+      const Found next = found[reader.window() & ((1 << WINDOW) - 1)];
+      if (next.count && reader.at + next.size <= reader.size) {
+        store(k + i, next.values);
+        i += next.count, reader.at += next.size;
+        return i < n;
+      }
+    }
+    if (number && short_rice()) return i < n;
+    const uint32_t magnitude = number ? reader.rice(number - 1) : reader.elias() - 1;
+    const bool negative = !reader.over && magnitude && reader.take(1);
+    if (reader.over || magnitude > uint32_t(top)) return false;
+    k[i++] = int8_t(negative ? -int(magnitude) : int(magnitude));
+    return i < n;
+  }
+
+  // One Rice number and its sign, if both are in the window.
+  INLINE bool short_rice() {
+    const uint64_t bits = reader.window();
+    const int r = number - 1, ones = __builtin_ctzll(~bits | uint64_t(1) << 40), at = ones + 1;
+    const uint32_t magnitude =
+        uint32_t(ones) << r | (uint32_t(bits >> at) & ((uint32_t(1) << r) - 1));
+    const int sign = magnitude != 0, size = at + r + sign;
+    if (ones == 40 || size > 56 || reader.at + size > reader.size || magnitude > uint32_t(top))
+      return false;
+    const int negative = int(bits >> (at + r) & 1) & sign;
+    k[i++] = int8_t((int(magnitude) ^ -negative) + negative);
+    reader.at += size;
+    return true;
+  }
+
+  // The values that no encoder writes end it: how many come before.
+  INLINE int64_t good() const {
+    const int64_t count = minimum(i, n);
+    bool beyond = false;
+    for (int64_t at = 0; at < count; at++) beyond |= k[at] > top || k[at] < -top;
+    for (int64_t at = 0; beyond && at < count; at++)
+      if (k[at] > top || k[at] < -top) return at;
+    return count;
+  }
+};
+
+INLINE void read_sparse(BitReader& reader, int64_t n, int32_t coding, int top, int8_t* k) {
+  memset(k, 0, size_t(n));
+  if (!reader.size) return;
+  const bool elias = coding == ELIAS;
+  const int r = elias ? 0 : int(reader.take(4)), own = elias ? 0 : int(reader.take(4));
+  const Read* const known = tables().elias_read;
+  int64_t at = -1;
+  while (at + 1 < n && !reader.over) {
+    const uint64_t bits = reader.window();
+    int64_t gap, magnitude;
+    int size;
+    bool negative;
+    if (elias) {
+      const Read far = known[bits & ((1 << WINDOW) - 1)];
+      const Read near = known[bits >> (far.size + 1) & ((1 << WINDOW) - 1)];
+      gap = far.number, magnitude = near.number, negative = bits >> far.size & 1;
+      size = far.size && near.size ? far.size + 1 + near.size : 64;
+    } else {
+      const int ones = __builtin_ctzll(~bits | uint64_t(1) << 20), far = ones + 1 + r;
+      const uint64_t rest = bits >> (far + 1);
+      const int few = __builtin_ctzll(~rest | uint64_t(1) << 10);
+      gap = (int64_t(ones) << r) + int64_t(bits >> (ones + 1) & ((1u << r) - 1)) + 1;
+      magnitude = (int64_t(few) << own) + int64_t(rest >> (few + 1) & ((1u << own) - 1)) + 1;
+      negative = bits >> far & 1;
+      size = ones < 20 && few < 10 ? far + 1 + few + 1 + own : 64;
+    }
+    if (size <= 56 && reader.at + size <= reader.size) {
+      reader.at += size;
+    } else {
+      gap = elias ? reader.elias() : int64_t(reader.rice(r)) + 1;
+      negative = reader.take(1);
+      magnitude = elias ? reader.elias() : int64_t(reader.rice(own)) + 1;
+    }
+    at += gap;
+    if (reader.over || magnitude > top || at >= n) return;
+    k[at] = int8_t(negative ? -magnitude : magnitude);
+  }
+}
+
+// Packs integers, of which the first `good` are there and the others are 0.
+INLINE void pack_values(int8_t* k, int64_t good, int64_t n, const Planes& planes, int top,
+                        uint8_t* packed) {
+  memset(k + good, 0, size_t(divide_up(n, CHUNK) * CHUNK - good));
+  for (int64_t at = 0; at < n; at += CHUNK) {
+    const int64_t count = minimum(n - at, CHUNK);
+    uint8_t codes[CHUNK];
+    for (int i = 0; i < CHUNK; i++) codes[i] = uint8_t(k[at + i] + top);
+    if (count < CHUNK) memset(codes + count, 0, size_t(CHUNK - count));
+    pack(codes, count, planes, at, packed);
+  }
+}
+
+}  // namespace QSDP_NAMESPACE
+}  // namespace
