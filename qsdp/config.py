@@ -289,6 +289,14 @@ def _matches(names: Iterable[str], pattern: str) -> bool:
 _SIGNS = Quantizer(1, 128, "nearest", scaling="mean", scale_dtype="bfloat16")
 
 
+def difference_quantizer(bits: int) -> Quantizer | None:
+    """Of what replicas moved by, with :class:`Feedback`: ``qsdp train --sync-bits``, 1 to 8 or 32.
+
+    In 1 bit signs and mean magnitudes, which lose less than unbiased bits; feedback returns it.
+    """
+    return _SIGNS if bits == 1 else _preset_gradients(bits)
+
+
 def _qsgd(bits: int) -> QSDPConfig:
     """Gradients alone, as QSGD's experiments have them, in Rice numbers."""
     form = Quantizer(bits, _QSGD_BLOCKS[bits], "stochastic", scaling="symmetric", coding="rice")

@@ -1,6 +1,6 @@
 """Random comparison of the native kernels with the reference, under AddressSanitizer.
 
-    python tests/fuzz_kernels.py [--cases 3000] [--seed 0]
+    python tests/fuzz_kernels.py [--cases 3000] [--coded 3000] [--seed 0]
 
 Builds cpu.cpp with AddressSanitizer and UndefinedBehaviorSanitizer into a temporary folder and runs
 itself again with that library. All memory that a kernel gets is allocated to the byte, so a read or
@@ -27,6 +27,9 @@ from qsdp.kernels import build, cpu, reference
 from qsdp.kernels.compare import same_bits, same_stats, with_bits
 from qsdp.quantizer import MAX_BITS, MIN_BITS, Quantizer, every_format
 from qsdp.wire import VALUE_DTYPES, Segment, WireLayout, wire_layout
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.coded_rows import check_row, random_row  # noqa: E402  (this file is run as a script)
 
 BITS = range(MIN_BITS, MAX_BITS + 1)
 FORMATS = every_format()
@@ -343,7 +346,23 @@ def fuzz(library: Path, num_cases: int, seed: int) -> int:
     return num_different
 
 
-def run_sanitized(num_cases: int, seed: int) -> int:
+def fuzz_coded(num_cases: int, seed: int) -> int:
+    """Coded rows, sound and damaged, with the library of :func:`fuzz`; the number that differ."""
+    random, isas, num_different = Random(seed), supported_isas(), 0
+    for number in range(num_cases):
+        cpu.set_isa(random.choice(isas))
+        layout, row = random_row(random)
+        try:
+            check_row(layout, row, random)
+        except AssertionError:
+            num_different += 1
+            print(f"coded row {number} of seed {seed}: {layout}", flush=True)
+    cpu.set_isa(None)
+    print(f"{num_cases} coded rows on {', '.join(isas)}: {num_different} differences")
+    return num_different
+
+
+def run_sanitized(num_cases: int, num_coded: int, seed: int) -> int:
     """Build the library with sanitizers and run this file again with it; its exit status."""
     sanitize = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
     with tempfile.TemporaryDirectory() as folder:
@@ -360,19 +379,21 @@ def run_sanitized(num_cases: int, seed: int) -> int:
             "ASAN_OPTIONS": "detect_leaks=0",  # Python's and torch's own
         }
         command = [sys.executable, __file__, "--library", str(library)]
-        command += ["--cases", str(num_cases), "--seed", str(seed)]
+        command += ["--cases", str(num_cases), "--coded", str(num_coded), "--seed", str(seed)]
         return subprocess.run(command, env=environment).returncode
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=3000)
+    parser.add_argument("--coded", type=int, default=3000, help="cases of coded rows")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--library", type=Path, help="a sanitized library; default: build one")
     args = parser.parse_args()
     if args.library is None:
-        return run_sanitized(args.cases, args.seed)
-    return 1 if fuzz(args.library, args.cases, args.seed) else 0
+        return run_sanitized(args.cases, args.coded, args.seed)
+    different = fuzz(args.library, args.cases, args.seed) + fuzz_coded(args.coded, args.seed)
+    return 1 if different else 0
 
 
 if __name__ == "__main__":

@@ -22,15 +22,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qsdp
 from qsdp import Feedback, OuterStep, QSDPConfig, Quantizer, ReplicaSync, SyncConfig, SyncSchedule
+from qsdp.config import difference_quantizer
 from qsdp.stages import piece_layout
 from qsdp.wire import Segment, wire_layout
 
 FOUR_BITS = Feedback(QSDPConfig.preset("w32g4").gradients)
+ONE_BIT = Feedback(difference_quantizer(1))
 EVERY_3 = SyncSchedule(base=3)
 CONFIGS = {
     "raw": SyncConfig(EVERY_3),
     "4 bits": SyncConfig(EVERY_3, FOUR_BITS),
     "2 bits, no feedback": SyncConfig(EVERY_3, QSDPConfig.preset("w32g2").gradients),
+    "1 bit": SyncConfig(EVERY_3, ONE_BIT),
     "outer": SyncConfig(EVERY_3, Feedback(Quantizer(8)), OuterStep()),
     "fragments": SyncConfig(EVERY_3, FOUR_BITS, OuterStep(), fragments=3),
     "overlap": SyncConfig(EVERY_3, None, overlap_steps=2),
@@ -148,7 +151,7 @@ def case_replicas_are_alike_after_a_synchronisation_and_move_nothing_between(ran
 
 
 def case_bytes_are_those_of_the_layout(rank: int) -> None:
-    for config in (CONFIGS["raw"], CONFIGS["4 bits"]):
+    for config in (CONFIGS["raw"], CONFIGS["4 bits"], CONFIGS["1 bit"]):
         model, optimizer, sync = one_rank(config)
         sync.stats(reset=True)
         train(rank, model, optimizer, sync, 6)
@@ -220,7 +223,7 @@ def case_what_was_taken_and_what_is_remembered_is_what_was_trained(rank: int) ->
     torch.manual_seed(0)
     model = nn.Linear(64, 48, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for way in (FOUR_BITS, Feedback(QSDPConfig.preset("w32g2").gradients)):
+    for way in (FOUR_BITS, Feedback(QSDPConfig.preset("w32g2").gradients), ONE_BIT):
         exact = model.weight.detach().double().clone()
         sync = ReplicaSync(model, optimizer, dist.group.WORLD, SyncConfig(differences=way))
         for step in range(12):

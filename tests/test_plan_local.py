@@ -47,7 +47,7 @@ def test_local_steps_are_listed_and_never_recommended(capsys: pytest.CaptureFixt
     ("argv", "words"),
     [
         ("--sync-bits 8", "--sync-bits needs --sync-every"),
-        ("--sync-every 10 --sync-bits 1", "--sync-bits must be 2 to 8, or 32, got 1"),
+        ("--sync-every 10 --sync-bits 9", "--sync-bits must be 1 to 8, or 32, got 9"),
         ("--sync-every 0", "--sync-every must be at least 1, got 0"),
         ("--nodes 1 --sync-every 10", "--sync-every needs --nodes of at least 2"),
     ],

@@ -64,7 +64,7 @@ def test_a_run_resumes_inside_a_round(tmp_path: Path) -> None:
         ("--sync-bits 4", "--sync-bits needs --sync-every"),
         ("--sync-every 5", "--sync-every needs --replicate"),
         ("--replicate 2 --sync-every 0", "--sync-every must be at least 1, got 0"),
-        ("--replicate 2 --sync-every 5 --sync-bits 1", "--sync-bits must be 2 to 8, or 32, got 1"),
+        ("--replicate 2 --sync-every 5 --sync-bits 9", "--sync-bits must be 1 to 8, or 32, got 9"),
         ("--replicate 2 --sync-every 5 --sync-overlap 5", "at least 0 and below --sync-every 5"),
         ("--replicate 2 --sync-every 5 --outer-momentum 0.5", "--outer-momentum needs --outer-lr"),
         ("--replicate 2 --sync-every 5 --sync-power 1", "--sync-power needs --sync-alpha"),

@@ -35,12 +35,13 @@ from qsdp.trainer.launch import rank_environment
 
 ROOT = Path(__file__).parents[2]
 NAME = "python -m benchmarks.network"
+CODED = str(Path(__file__).with_name("ways") / "w4g4-rice.json")
 GBPS = (None, 10.0, 1.0, 0.5, 0.2, 0.1, 0.05)
 FLAT_GBPS = (None, 0.2, 0.1)
 VARIANTS = ("stock-fp32", "stock-bf16", "qsdp-fp32", "qsdp-bf16", "w8g8", "w4g4", "w8g8-bf16",
-            "w4g4-bf16")  # fmt: skip
+            "w4g4-bf16", "sdp4bit", "bitdp", CODED)  # fmt: skip
 FLAT_VARIANTS = ("stock-fp32", "qsdp-fp32-flat", "qsdp-fp32", "w8g8-flat", "w8g8", "w4g4-flat",
-                 "w4g4")  # fmt: skip
+                 "w4g4", "sdp4bit", "bitdp")  # fmt: skip
 MASTER_PORT = 29500
 NETWORK_SHARE = 0.75
 

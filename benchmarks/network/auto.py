@@ -48,7 +48,8 @@ def with_steps(
     rows: Sequence[Mapping[str, Any]], cells: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Each row beside the step of the way that it chose, None where nobody measured that, and the
-    best step of its precision."""
+    best step of its precision among the ways that it chose from; no row where none of these was
+    measured."""
     found = []
     for each in rows:
         steps = {
@@ -56,8 +57,11 @@ def with_steps(
             for cell in cells
             if cell["bandwidth_gbps"] == each["bandwidth_gbps"]
             and precision_of(cell["variant"]) == each["precision"]
+            and cell["variant"] in each["predicted_s"]
         }
-        best = min(steps, key=lambda name: steps[name])
+        if not steps:
+            continue
+        best = min(steps, key=steps.__getitem__)
         own = steps.get(each["variant"])
         over = None if own is None else own / steps[best]
         found.append(

@@ -140,8 +140,8 @@ class _Worker:
         config = bench_config(**self._settings["model"])
         per_node = int(os.environ["LOCAL_WORLD_SIZE"])
         self._contenders = {
-            name: prepare(parse_variant(name), config, self._ranks, per_node)
-            for name in request["variants"]
+            variant.name: prepare(variant, config, self._ranks, per_node)
+            for variant in map(parse_variant, request["variants"])
         }
         model = next(iter(self._contenders.values())).training.model
         return {"parameters": num_parameters(model)}

@@ -25,6 +25,9 @@ PLOT_STYLE = {
     "w4g4": ("tab:green", "P"),
     "w8g8-bf16": ("tab:purple", "d"),
     "w4g4-bf16": ("tab:olive", "p"),
+    "sdp4bit": ("tab:pink", "<"),
+    "bitdp": ("tab:red", "*"),
+    "w4g4-rice": ("tab:brown", "h"),
 }
 # Each beside the stock run that computes in the same precision.
 SPEEDUP_BARS = (

@@ -66,13 +66,18 @@ def bench_config(
 def prepare(variant: Variant, base: TrainConfig, ranks: Ranks, per_node: int) -> Contender:
     """A sharded model, its optimizer and its communication; a collective call.
 
+    A variant that begins in more bits (``warmup``) is measured as it goes on after that.
+
     Raises:
         ValueError: the variant was written for nodes of another size.
     """
+    applied = variant.config_on(ranks.num_ranks // per_node, per_node)
+    if not variant.is_stock:
+        variant = replace(variant, config=replace(applied, warmup=None))
     config = replace(
         base,
         comm=variant.comm,
-        ranks_per_node=variant.config_on(ranks.num_ranks // per_node, per_node).ranks_per_node,
+        ranks_per_node=applied.ranks_per_node,
         precision=_precision(variant.weight_dtype),
         reduce_precision=_precision(variant.gradient_dtype),
     )

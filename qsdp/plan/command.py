@@ -113,8 +113,8 @@ def _runs(options: argparse.Namespace) -> int:
 def _intervals(options: argparse.Namespace, chosen: Case) -> tuple[int, ...]:
     """What --sync-every gives. Raises ValueError where it cannot act."""
     intervals = tuple(options.sync_every or ())
-    if options.sync_bits not in (*range(2, 9), 32):
-        raise ValueError(f"--sync-bits must be 2 to 8, or 32, got {options.sync_bits}")
+    if options.sync_bits not in (*range(1, 9), 32):
+        raise ValueError(f"--sync-bits must be 1 to 8, or 32, got {options.sync_bits}")
     if not intervals and options.sync_bits != SYNC_BITS:
         raise ValueError("--sync-bits needs --sync-every STEPS")
     if any(interval < 1 for interval in intervals):
@@ -252,7 +252,7 @@ def _add_local(add: Callable[..., argparse.Action]) -> None:
     add("--sync-every", type=int, nargs="+", metavar="STEPS",
         help="also nodes that train on their own, each a replica, and synchronise their weights "
         "after so many steps (docs/local_steps.md)")  # fmt: skip
-    add("--sync-bits", type=int, default=SYNC_BITS, metavar="B", help="of these, 2 to 8 or 32")
+    add("--sync-bits", type=int, default=SYNC_BITS, metavar="B", help="of these, 1 to 8 or 32")
 
 
 def _case(options: argparse.Namespace) -> tuple[Case, list[str]]:

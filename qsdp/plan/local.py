@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from qsdp.config import FULL_PRECISION, QSDPConfig
+from qsdp.config import FULL_PRECISION, QSDPConfig, difference_quantizer
 from qsdp.plan.cluster import Cluster
 from qsdp.plan.model import Prediction, Work, predict
 from qsdp.plan.sizes import Model
@@ -22,7 +22,7 @@ def sync_row_bytes(model: Model, ranks: int, replicas: int, bits: int) -> int:
         ranks: that shard a replica.
         bits: of the differences, 32 for full precision, as ``qsdp train --sync-bits``.
     """
-    config = QSDPConfig.preset(f"w32g{bits}")
+    config = QSDPConfig(None, difference_quantizer(bits))
     segments = tuple(
         Segment(
             parameter.shard_numel(ranks),

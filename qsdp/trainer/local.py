@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import qsdp
+from qsdp.config import difference_quantizer
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.warmup import learning_rate
 
@@ -51,11 +52,8 @@ class Local(NamedTuple):
 def sync_config(config: TrainConfig) -> qsdp.SyncConfig:
     """What the flags say. Raises ValueError where a SyncConfig refuses it."""
     assert config.sync_every is not None
-    way = None
-    if config.sync_bits != _FULL_PRECISION:
-        gradients = qsdp.QSDPConfig.preset(f"w32g{config.sync_bits}").gradients
-        assert isinstance(gradients, qsdp.Quantizer)
-        way = qsdp.Feedback(gradients)
+    quantizer = difference_quantizer(config.sync_bits)
+    way = quantizer and qsdp.Feedback(quantizer)
     outer = None
     if config.outer_lr is not None:
         momentum = 0.9 if config.outer_momentum is None else config.outer_momentum

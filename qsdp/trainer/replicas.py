@@ -82,7 +82,7 @@ def _check_ranges(flags: ReplicaFlags) -> None:
         "sync_alpha": (0 <= flags.sync_alpha < math.inf, "at least 0"),
         "sync_power": (0 <= flags.sync_power < math.inf, "at least 0"),
         "sync_longest": (longest is None or longest >= every, f"at least --sync-every {every}"),
-        "sync_bits": (flags.sync_bits in (*range(2, 9), 32), "2 to 8, or 32"),
+        "sync_bits": (flags.sync_bits in (*range(1, 9), 32), "1 to 8, or 32"),
         "sync_fragments": (flags.sync_fragments >= 1, "at least 1"),
         "sync_overlap": (
             0 <= flags.sync_overlap < every,
