@@ -50,9 +50,11 @@ fuzz: setup-dev
 bench: setup
 	$(BIN)/qsdp bench kernels
 
-# README's tables, from what runs wrote: runs/demo and benchmarks/*/results.
+# The tables of README and docs/networks.md, from what runs wrote: runs/demo and
+# benchmarks/*/results.
 readme: setup
 	$(BIN)/python benchmarks/readme_tables.py
+	$(BIN)/python -m benchmarks.network.tables
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs/demo

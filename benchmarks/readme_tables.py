@@ -26,6 +26,7 @@ DEMO_RUNS = ("w32g32", "w8g8", "w4g4")  # as recipes/demo.sh names them
 PRESETS = ("w8g8", "w4g4", "w3g3", "w2g2")
 # What the columns of the table of losses are called, and the results that they are made of.
 TEXTS = {"plays": "memory", "Wikipedia": "memory-wikipedia"}
+LINKS = {"1 Gbit/s": 1.0, "100 Mbit/s": 0.1}
 
 
 class Missing(Exception):
@@ -73,7 +74,11 @@ def demo_table(root: Path) -> str:
 
 
 def loss_table(root: Path) -> str:
-    """The presets among the cases of benchmarks/quality/memory.json, on both texts."""
+    """What a preset costs in loss and memory, and what it gains on links of two speeds.
+
+    Losses from the cases of benchmarks/quality/memory.json, on both texts; steps from the network
+    benchmark.
+    """
     results = root / "benchmarks" / "quality" / "results"
     columns = []
     for name in TEXTS.values():
@@ -83,6 +88,7 @@ def loss_table(root: Path) -> str:
         content = json.loads(path.read_text())
         rows = content.get("rows", []) if isinstance(content, dict) else []
         columns.append({row["case"]: row for row in rows})
+    gains = gains_over_stock(root)
     cells = []
     for preset in PRESETS:
         found = [rows[preset] for rows in columns if preset in rows]
@@ -90,9 +96,25 @@ def loss_table(root: Path) -> str:
             raise Missing(f"no case in {results.relative_to(root)}/memory.json is {preset}")
         kept = f"{found[0]['kept_bytes']:.2f}" if found[0]["kept_bytes"] else "none"
         changes = (change_of(rows.get(preset)) for rows in columns)
-        cells.append((f"`{preset}`", f"{found[0]['bits']:.2f}", kept, *changes))
-    header = "preset", "bits a value", "bytes kept a parameter", *TEXTS
+        speeds = (gains.get((preset, gbps), "not run") for gbps in LINKS.values())
+        cells.append((f"`{preset}`", f"{found[0]['bits']:.2f}", kept, *speeds, *changes))
+    faster = (f"step at {link}" for link in LINKS)
+    losses = (f"perplexity, {text}" for text in TEXTS)
+    header = "preset", "bits a value", "bytes kept a parameter", *faster, *losses
     return markdown(header, cells)
+
+
+def gains_over_stock(root: Path) -> dict[tuple[str, float | None], str]:
+    """Stock FSDP2's step over a variant's in float32, two hosts with a rank each, by bandwidth."""
+    path = root / "benchmarks" / "results" / "network.json"
+    if not path.is_file():
+        raise Missing(f"{path.relative_to(root)} is not there: see docs/networks.md")
+    cells = json.loads(path.read_text())["layouts"][0]["cells"]
+    return {
+        (cell["variant"], cell["bandwidth_gbps"]): f"{cell['speedup_over_fp32']:.1f}x faster"
+        for cell in cells
+        if cell["speedup_over_fp32"] is not None
+    }
 
 
 def change_of(row: dict[str, Any] | None) -> str:

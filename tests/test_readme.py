@@ -31,6 +31,12 @@ def root(tmp_path: Path) -> Path:
     kernels = tmp_path / "benchmarks" / "results" / "kernels-cpu.txt"
     kernels.parent.mkdir()
     kernels.write_text(kernels_report())
+    cells = [
+        {"variant": "w8g8", "bandwidth_gbps": 1.0, "speedup_over_fp32": 2.25},
+        {"variant": "w8g8", "bandwidth_gbps": 0.1, "speedup_over_fp32": None},
+        {"variant": "w4g4", "bandwidth_gbps": 0.1, "speedup_over_fp32": 8.84},
+    ]
+    (kernels.parent / "network.json").write_text(json.dumps({"layouts": [{"cells": cells}]}))
     return tmp_path
 
 
@@ -59,8 +65,9 @@ def test_tables_are_those_of_the_files_and_a_second_run_changes_nothing(root: Pa
     lines = [" ".join(line.split()) for line in after.splitlines()]
     for name in readme_tables.DEMO_RUNS:
         assert f"{name} 40 12.35 13.58 1 kB 4.00x 500 300 100 100" in lines
-    assert "| `w8g8` | 5.00 | none | -1.25 % ± 0.50 % (2 seeds) | not run |" in lines
-    assert "| `w4g4` | 5.00 | 1.01 | +1.50 % (1 seed) | +1.50 % (1 seed) |" in lines
+    w8g8 = "none | 2.2x faster | not run | -1.25 % ± 0.50 % (2 seeds) | not run |"
+    w4g4 = "1.01 | not run | 8.8x faster | +1.50 % (1 seed) | +1.50 % (1 seed) |"
+    assert f"| `w8g8` | 5.00 | {w8g8}" in lines and f"| `w4g4` | 5.00 | {w4g4}" in lines
     head = "4 MiB of float32, block 1024, against a copy of the same tensor"
     assert f"| {head} | 1 thread | 2 threads |" in lines
     assert "| encode 8 bit, nearest and shift | 1.8x | 2.8x |" in lines
@@ -78,6 +85,7 @@ def test_tables_are_those_of_the_files_and_a_second_run_changes_nothing(root: Pa
         ("loss", "benchmarks/quality/results/memory.json", '{"rows": []}'),
         ("loss", "benchmarks/quality/results/memory.json", "[]"),
         ("loss", "benchmarks/quality/results/memory-wikipedia.json", None),
+        ("loss", "benchmarks/results/network.json", None),
         ("kernels", "benchmarks/results/kernels-cpu.txt", "op  bits  rounding  dtype\n"),
         ("kernels", "benchmarks/results/kernels-cpu.txt", None),
     ],
