@@ -114,6 +114,11 @@ def reduce_scatter_quantized(
     way = route(_group_or_default(group), input.device, ranks_per_node)
     layout = _layout_for(quantizer, output)
     _check_sizes(output, input, way.size, "reduce_scatter_quantized", gather=False)
+    if isinstance(inside, Quantizer) and inside.coded:
+        raise ValueError(
+            f"reduce_scatter_quantized(inside=...) has coding={inside.coding!r}, and rows are "
+            'coded between nodes alone: set coding="fixed" there'
+        )
     if inside is None or isinstance(inside, Quantizer):
         inside = tensor_layout(output.numel(), inside, input.dtype)
     if way.two_level:

@@ -25,6 +25,7 @@ from qsdp.ways import (
     Way,
     Ways,
     require_kind,
+    unlearned,
     warmup_from_json,
     way_from_json,
     way_to_json,
@@ -64,7 +65,8 @@ class QSDPConfig:
             same number of ranks of the group, and several.
         inside_node: quantizer of the gradients inside a node, or None for their own dtype there.
         replicas: the way of the gradients between HSDP's replicas: a Quantizer or
-            :class:`Feedback`; None leaves them to FSDP2's own all-reduce.
+            :class:`Feedback`; None leaves them to FSDP2's own all-reduce. Parameters with an
+            exception take the exception's gradients there too, unless it learns levels.
         warmup: how gradients travel at first, between replicas too; None as later.
         min_numel: parameters with fewer elements (counted unsharded) travel in full precision, as
             vectors always do, whether they have one dimension or one column (packed weights).
@@ -160,12 +162,17 @@ class QSDPConfig:
             if _matches(names, pattern):
                 chosen = ways
                 break
-        excepted = chosen.gradients is None and self.gradients is not None
+        replicas = self.replicas
+        if chosen.gradients is None and self.gradients is not None:
+            replicas = None
+        elif replicas is not None and chosen.gradients is not self.gradients:
+            # An exception's reason, such as rows that must stay zero, holds between replicas too.
+            replicas = unlearned(chosen.gradients) or replicas
         return {
             "weights": chosen.weights,
             "gradients": chosen.gradients,
             "inside_node": None if chosen.gradients is None else self.inside_node,
-            "replicas": None if excepted else self.replicas,
+            "replicas": replicas,
         }
 
     def is_vector(self, shape: Sequence[int]) -> bool:

@@ -138,13 +138,23 @@ class Pending(dist.Work):
     def __init__(self, stages: Stages, meter: CommMeter, device: torch.device) -> None:
         super().__init__()
         self._stages, self._meter, self._device = stages, meter, device
+        self._error: BaseException | None = None
         self._transfers = next(stages, None)
 
     def advance(self) -> bool:
-        """Wait for the transfers under way and take the next stage; whether all is done."""
+        """Wait for the transfers under way and take the next stage; whether all is done.
+
+        What is raised once is raised again: the output was never written.
+        """
+        if self._error is not None:
+            raise self._error
         if self._transfers is not None:
-            _wait(self._transfers, self._meter, self._device)
-            self._transfers = next(self._stages, None)
+            try:
+                _wait(self._transfers, self._meter, self._device)
+                self._transfers = next(self._stages, None)
+            except BaseException as error:
+                self._error = error
+                raise
         return self._transfers is None
 
     def wait(self, timeout: object = None) -> bool:

@@ -24,8 +24,12 @@ def freeze_second_moment(
 
     What is divided by is corrected for its bias then, and at least ``floor`` times the mean of its
     parameter, so that values which had next to no gradient make no leaps. All of it lies in the
-    optimizer's own state, so its ``state_dict`` resumes: call this again after loading, with the
-    same arguments. Once frozen, this and not the optimizer changes the parameters.
+    optimizer's own state, so its ``state_dict`` resumes: call this again, with the same arguments.
+    Once frozen, this and not the optimizer changes the parameters. Where the optimizer has taken
+    more steps already, the second moment of now is frozen. A parameter that had no gradient at all
+    until then is left to Adam.
+
+    ``step(closure)`` and GradScaler work as without it; one closure call a step.
 
     Args:
         optimizer: torch.optim.Adam or AdamW, changed in place.
@@ -50,34 +54,73 @@ def freeze_second_moment(
         _check_group(group, at_step)
     if config is not None:
         _check_rotation(QSDPConfig.of(config, "freeze_second_moment(config=...)"))
-    decoupled = type(optimizer) is torch.optim.AdamW
-    taken: list[tuple[torch.Tensor, torch.Tensor]] = []
+    frozen = _Frozen(optimizer, at_step, floor)
+    optimizer.register_step_pre_hook(frozen.step)
+    optimizer.register_step_post_hook(frozen.give_back)
+
+
+class _Frozen:
+    """The steps of parameters whose second moment is frozen, before the optimizer's own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, at_step: int, floor: float) -> None:
+        self._optimizer, self._at_step, self._floor = optimizer, at_step, floor
+        self._decoupled = type(optimizer) is torch.optim.AdamW
+        self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._known: dict[torch.Tensor, bool] = {}
 
     @torch.no_grad()
-    def step_of_ours(*_: Any) -> None:
-        if getattr(optimizer, "grad_scale", None) is not None:
+    def step(self, _: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Take them, and hide their gradients from the optimizer, which then leaves them alone."""
+        args, kwargs = _with_gradients(args, kwargs)
+        if getattr(self._optimizer, "grad_scale", None) is not None:
             raise RuntimeError(
                 "freeze_second_moment: a GradScaler leaves gradients scaled for a fused optimizer: "
                 "give it fused=False"
             )
-        for group in optimizer.param_groups:
+        # A fused optimizer is told by GradScaler that it has to skip the step, and so are we.
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        skip = found_inf is not None and bool(found_inf)
+        for group in self._optimizer.param_groups:
             for param in group["params"]:
-                state = optimizer.state.get(param)
-                if param.grad is None or not state or int(state["step"]) < at_step:
+                state = self._optimizer.state.get(param)
+                if param.grad is None or not state:
                     continue
-                if int(state["step"]) == at_step:
-                    _freeze(state["exp_avg_sq"], 1 - group["betas"][1] ** at_step, floor)
-                _step(param, param.grad, state, group, decoupled)
-                taken.append((param, param.grad))
-                param.grad = None  # the optimizer leaves those alone
+                if self._is_frozen(param, state, group["betas"][1]):
+                    if not skip:
+                        _step(param, param.grad, state, group, self._decoupled)
+                    self._taken.append((param, param.grad))
+                    param.grad = None
+        return args, kwargs
 
-    def give_back(*_: Any) -> None:
-        for param, grad in taken:
+    def give_back(self, *_: Any) -> None:
+        for param, grad in self._taken:
             param.grad = grad
-        taken.clear()
+        self._taken.clear()
 
-    optimizer.register_step_pre_hook(step_of_ours)
-    optimizer.register_step_post_hook(give_back)
+    def _is_frozen(self, param: torch.Tensor, state: dict[str, Any], beta2: float) -> bool:
+        """Whether a parameter's second moment stays; it is frozen here where it is time."""
+        step, at_step = int(state["step"]), self._at_step
+        if step < at_step:
+            self._known.pop(param, None)  # also after an earlier state was loaded
+            return False
+        if step == at_step or param not in self._known:
+            second = state["exp_avg_sq"]
+            self._known[param] = _freeze(second, step, at_step, beta2, self._floor)
+        return self._known[param]
+
+
+def _with_gradients(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of ``step``, whose closure, if there is one, has been called.
+
+    Args:
+        args: the optimizer, then what ``step`` was given.
+    """
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    return args[:1], {**kwargs, "closure": lambda: loss}
 
 
 def _check_group(group: dict[str, Any], at_step: int) -> None:
@@ -108,12 +151,28 @@ def _check_rotation(config: QSDPConfig) -> None:
             )
 
 
-def _freeze(second: torch.Tensor, correction: float, floor: float) -> None:
-    """To what is divided by: corrected, and not below ``floor`` times its mean."""
-    second /= correction
-    mean = second.mean()
-    least = float(mean.full_tensor() if isinstance(mean, DTensor) else mean) * floor
+def _freeze(second: torch.Tensor, step: int, at_step: int, beta2: float, floor: float) -> bool:
+    """To what is divided by: corrected, and not below ``floor`` times its mean.
+
+    False, and as it was, if it is all zeros: nothing is known of such a parameter. A second moment
+    that an earlier run has frozen stays; it is known by having no values below the floor.
+    """
+    mean = _whole(second.mean())
+    if mean == 0:
+        return False
+    # The floor was taken of the mean before it raised that.
+    least = mean * floor / (1 + floor) * 0.999
+    if step > at_step and not _whole((second < least).sum()):
+        return True
+    second /= 1 - beta2**step
+    least = _whole(second.mean()) * floor
     _local(second).clamp_(min=least)
+    return True
+
+
+def _whole(number: torch.Tensor) -> float:
+    """A number of all shards, on every rank of them."""
+    return float(number.full_tensor() if isinstance(number, DTensor) else number)
 
 
 def _step(

@@ -74,8 +74,9 @@ def load_comm_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
                 _load_own(unit, state)
     if not same_ranks and any(_kept(unit) or _feeds_back(unit) for unit in units):
         warnings.warn(
-            f"qsdp: this state of communication was saved by {int(state['format'][1])} ranks and "
-            f"here are {dist.get_world_size()}: differences and error feedback start afresh",
+            f"qsdp: this state of communication was saved by {int(state['format'][1])} ranks, here "
+            f"are {dist.get_world_size()}, and ranks or nodes differ: differences and error "
+            "feedback start afresh",
             stacklevel=2,
         )
 
@@ -188,7 +189,7 @@ def _blank_residuals(unit: Unit) -> dict[str, torch.Tensor]:
 
 
 def _check(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the state is of as many ranks; ValueError if it is of something else."""
+    """Whether the state is of as many ranks on such nodes; ValueError if of something else."""
     hint = "apply the configuration that it was saved with first"
     if not state:
         return False
@@ -200,7 +201,9 @@ def _check(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tenso
             f"load_comm_state_dict: this model's communication remembers nothing, the state holds "
             f"{sorted(state)[:3]}...: {hint}"
         )
-    same_ranks = int(state["format"][1]) == dist.get_world_size()
+    same_ranks = int(state["format"][1]) == dist.get_world_size() and all(
+        _placed_alike(state.get(name), value) for name, value in expected.items() if _rank_of(name)
+    )
     wanted = {name: value for name, value in expected.items() if same_ranks or not _rank_of(name)}
     for name, value in wanted.items():
         if name not in state:
@@ -213,9 +216,20 @@ def _check(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tenso
             )
     mine = {_without_rank(name) for name in expected}
     for name in state:
-        if _without_rank(name) not in mine:
+        placed_elsewhere = not same_ranks and name.startswith("residual_inside.")
+        if _without_rank(name) not in mine and not placed_elsewhere:
             raise ValueError(f"load_comm_state_dict: this model has no place for {name!r}: {hint}")
     return same_ranks
+
+
+def _placed_alike(found: torch.Tensor | None, value: torch.Tensor) -> bool:
+    """Whether a rank's own tensor is of as many rows as here: their number goes by the nodes.
+
+    What differs in more than that is of another configuration, and not decided here.
+    """
+    if found is None or found.ndim != value.ndim or value.ndim < 2:
+        return True
+    return len(found) == len(value) or found.shape[1:] != value.shape[1:]
 
 
 def _rank_of(name: str) -> str:

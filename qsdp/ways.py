@@ -79,6 +79,11 @@ class Differences:
 
     def __post_init__(self) -> None:
         require_kind("Differences", "quantizer", self.quantizer, (Quantizer,))
+        if self.quantizer.scaling == "l2":
+            raise ValueError(
+                "Differences(quantizer=...) has scaling='l2', whose error grows with the block, so "
+                "that what is kept would stay far from the weights: set scaling='symmetric'"
+            )
         if not isinstance(self.offload, bool):
             raise TypeError(f"Differences(offload=...) must be True or False, got {self.offload!r}")
         require_kind("Differences", "kept", self.kept, (Quantizer, None))
@@ -126,6 +131,11 @@ class Feedback:
         if self.memory is not None and self.memory.rounding != "nearest":
             raise ValueError(
                 f"Feedback(memory=...) must have rounding='nearest', got {self.memory.rounding!r}"
+            )
+        if self.memory is not None and self.memory.coded:
+            raise ValueError(
+                f"Feedback(memory=...) has coding={self.memory.coding!r}, and what is kept has "
+                'fixed sizes: set coding="fixed" there'
             )
 
 
@@ -229,6 +239,15 @@ def quantizer_of(way: Way) -> Quantizer | None:
     while not isinstance(way, Quantizer | None):
         way = way.quantizer
     return way
+
+
+def unlearned(way: Way) -> Quantizer | Feedback | None:
+    """A way of gradients if it is one for replicas too; None where levels are learned."""
+    if isinstance(way, Quantizer) or (
+        isinstance(way, Feedback) and isinstance(way.quantizer, Quantizer)
+    ):
+        return way
+    return None
 
 
 def way_name(way: Way) -> str:

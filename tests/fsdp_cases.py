@@ -883,6 +883,27 @@ def four_case_feedback_takes_both_hops(rank: int) -> None:
             assert all(torch.equal(later[name], value) for name, value in states[1].items())
 
 
+def four_case_feedback_starts_afresh_on_other_nodes(rank: int) -> None:
+    """The same ranks, flat and then on two nodes, and back: a warning, and training goes on."""
+    inside = Quantizer(8, 64, "nearest")
+    signs = Feedback(Quantizer(1, 64, "nearest", scaling="mean"))
+    flat = QSDPConfig(None, signs, ranks_per_node=1)
+    for hops in (
+        QSDPConfig(None, signs, ranks_per_node=2),
+        QSDPConfig(None, signs, ranks_per_node=2, inside_node=inside),
+    ):
+        for before, after in ((flat, hops), (hops, flat)):
+            model = qsdp.apply_qsdp(build(), before)
+            train(model, rank, 2)
+            state = qsdp.comm_state_dict(model)
+            qsdp.apply_qsdp(model, after)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                qsdp.load_comm_state_dict(model, state)
+            assert any("nodes differ" in str(each.message) for each in said)
+            assert all(math.isfinite(loss) for loss in train(model, rank, 2, first=2))
+
+
 def four_case_differences_are_kept_once_a_node(rank: int) -> None:
     """Two nodes of two: every weight bit for bit as with flat gathers, and half of the memory.
 

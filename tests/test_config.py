@@ -145,6 +145,30 @@ def test_full_precision_is_full_precision_in_every_direction() -> None:
     assert replicas.ways_of(["x"], (64, 64))["replicas"] == NEAREST
 
 
+def test_an_exception_holds_between_replicas_too() -> None:
+    """BitDP's embeddings, whose unused rows must stay zero; learned levels are for shards alone."""
+    four = Quantizer(4)
+    learned = Ways(None, Feedback(Learned(NEAREST)))
+    config = QSDPConfig(
+        replicas=NEAREST, exceptions={"*.a": Ways(None, four), "*.b": learned, "*.c": "w8g8"}
+    )
+    assert config.ways_of(["x.a"], (64, 64))["replicas"] == four
+    assert config.ways_of(["x.b"], (64, 64))["replicas"] == NEAREST
+    assert config.ways_of(["x.d"], (64, 64))["replicas"] == NEAREST
+    bitdp = QSDPConfig.preset("bitdp")
+    bitdp = replace(bitdp, replicas=bitdp.gradients)
+    ways = bitdp.ways_of(["transformer.wte.weight"], (1024, 192))
+    assert ways["replicas"] == ways["gradients"] != bitdp.replicas
+
+
+def test_what_is_kept_has_fixed_sizes_and_small_errors() -> None:
+    rice = Quantizer(4, rounding="nearest", scaling="symmetric", coding="rice")
+    with pytest.raises(ValueError, match=r"Feedback\(memory=...\) has coding='rice'"):
+        Feedback(NEAREST, memory=rice)
+    with pytest.raises(ValueError, match="has scaling='l2'"):
+        Differences(Quantizer(4, 1024, "nearest", scaling="l2"))
+
+
 def test_json_round_trip() -> None:
     """Every field, nested ones included; absent fields take their defaults."""
     learned = Learned(

@@ -8,7 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from qsdp.exchange import Route, launched_ranks_per_node, own_row, route, rows_of_all
+from qsdp.exchange import (
+    Pending,
+    Route,
+    Stages,
+    launched_ranks_per_node,
+    own_row,
+    route,
+    rows_of_all,
+)
+from qsdp.stats import CommMeter
 
 CPU = torch.device("cpu")
 
@@ -61,3 +70,17 @@ def test_rows_of_two_hops_lie_by_places() -> None:
         own_row(rows, way).fill_(rank + 1)
         assert rows.reshape(6, 4)[rank].eq(rank + 1).all() and rows.ne(0).sum() == 4
         assert wire.view(6, 4)[way.place * 3 + way.node].eq(rank + 1).all()
+
+
+def test_what_was_raised_once_is_raised_again() -> None:
+    """A row that arrived damaged: whoever waits a second time is not told that all is well."""
+
+    def stages() -> Stages:
+        yield []
+        raise RuntimeError("a damaged row")
+
+    pending = Pending(stages(), CommMeter(), torch.device("cpu"))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a damaged row"):
+            pending.wait()
+        assert not pending.is_completed()

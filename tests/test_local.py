@@ -93,6 +93,14 @@ def test_intervals() -> None:
         (lambda: OuterStep(momentum=1.0), "at least 0 and below 1, got 1.0"),
         (lambda: SyncConfig(fragments=0), "fragments=...) must be an integer from 1"),
         (lambda: SyncConfig(overlap_steps=1), "below the shortest round, 1 steps"),
+        (
+            lambda: SyncConfig(
+                SyncSchedule(base=4),
+                Feedback(Quantizer(4, rounding="nearest", scaling="symmetric", coding="rice")),
+                overlap_steps=1,
+            ),
+            "hides no rows of coding='rice'",
+        ),
         (lambda: SyncConfig(differences=Learned(Quantizer(4, rounding="nearest"))), "differences"),
         (
             lambda: SyncConfig(differences=Feedback(Learned(Quantizer(4, rounding="nearest")))),

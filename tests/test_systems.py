@@ -148,6 +148,94 @@ def test_frozen_second_moment_resumes(at: int) -> None:
     assert torch.equal(whole.weight, again.weight)
 
 
+def test_a_closure_is_called_once_a_step_and_its_gradients_are_taken() -> None:
+    """As Lightning calls it: the same weights as without, bit for bit."""
+    runs = []
+    for by_closure in (False, True):
+        layer, optimizer = small_problem()
+        freeze_second_moment(optimizer, 50)
+        calls = 0
+        for step in range(60):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+
+            def closure(
+                x: torch.Tensor = x,
+                layer: torch.nn.Linear = layer,
+                optimizer: torch.optim.Optimizer = optimizer,
+            ) -> torch.Tensor:
+                nonlocal calls
+                calls += 1
+                optimizer.zero_grad()
+                loss = layer(x).square().mean()
+                loss.backward()
+                return loss
+
+            if by_closure:
+                assert float(optimizer.step(closure=closure).detach()) > 0
+            else:
+                closure()
+                optimizer.step()
+        assert calls == 60 and int(optimizer.state[layer.weight]["step"]) == 60
+        runs.append((layer.weight, layer.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_switched_on_late_it_freezes_then() -> None:
+    """With the floor, so that values which had no gradient make no leaps."""
+    layer, optimizer = small_problem()
+
+    def one_step(step: int, inputs: int) -> None:
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        x[:, inputs:] = 0
+        optimizer.zero_grad()
+        layer(x).square().mean().backward()
+        optimizer.step()
+
+    for step in range(80):
+        one_step(step, 8)  # half of the weights have no gradient
+    freeze_second_moment(optimizer, 50)
+    before = layer.weight.detach().clone()
+    one_step(80, 16)
+    second = optimizer.state[layer.weight]["exp_avg_sq"].clone()
+    assert float(second.min()) > 0.01 * float(second.mean())
+    assert float((layer.weight - before).detach().abs().max()) < 1  # 18,768 without
+    one_step(81, 16)
+    assert torch.equal(second, optimizer.state[layer.weight]["exp_avg_sq"])
+
+
+def test_a_parameter_without_gradients_is_left_to_adam() -> None:
+    layer, optimizer = small_problem()
+    freeze_second_moment(optimizer, 50)
+    unused = torch.nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [unused], "weight_decay": 0.0})
+    for step in range(60):
+        unused.grad = torch.full_like(unused, 1e-3 if step == 55 else 0.0)
+        loss = layer(torch.ones(4, 16)).square().mean()
+        layer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert float((unused - 1).abs().max()) < 0.1
+
+
+def test_a_step_that_a_scaler_skips_is_skipped() -> None:
+    """A fused optimizer, whose gradients were unscaled to be clipped, and an overflow."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(16, 8)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.01, betas=(0.9, 0.9), fused=True)
+    freeze_second_moment(optimizer, 50)
+    scaler = torch.amp.GradScaler("cpu")
+    for step in range(60):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        before = layer.weight.detach().clone()
+        scaler.scale(layer(x).square().mean() * (float("inf") if step == 55 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(before, layer.weight) == (step == 55)
+    assert layer.weight.isfinite().all()
+
+
 def test_what_does_not_freeze_is_refused_in_one_line() -> None:
     def refused(message: str, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         with pytest.raises((TypeError, ValueError), match=message) as raised:

@@ -113,6 +113,11 @@ def test_presets_of_systems_follow_the_run() -> None:
     config = TrainConfig(comm="bitdp", steps=500, replicate=2)
     comm = comm_config(config)
     assert comm.warmup.steps == 50 and comm.replicas == comm.gradients
+    each = replace(config, sync_every_micro_batch=True, micro_batch_size=1, batch_size=8)
+    reductions = each.micro_batches(each.nproc)
+    each_warmup = comm_config(each).warmup
+    assert reductions > 1 and each_warmup is not None
+    assert each_warmup.steps == 50 * reductions
     assert comm_config(TrainConfig(comm="sdp4bit")).inside_node is not None
     assert comm_config(TrainConfig(comm="sdp4bit", ranks_per_node=1)).inside_node is None
     assert comm_config(TrainConfig(comm="sdp4bit", ranks_per_node=2)).inside_node is not None

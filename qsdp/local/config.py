@@ -127,7 +127,13 @@ class SyncConfig:
         self._check_overlap()
 
     def _check_overlap(self) -> None:
-        """A part must have arrived before it is sent again."""
+        """A part must have arrived before it is sent again, and must travel while steps go on."""
+        quantizer = quantizer_of(self.differences)
+        if self.overlap_steps and quantizer is not None and quantizer.coded:
+            raise ValueError(
+                f"SyncConfig(overlap_steps=...) hides no rows of coding={quantizer.coding!r}, "
+                'whose sizes travel first: set coding="fixed", or overlap_steps=0'
+            )
         shortest = self.schedule.base
         if self.schedule.warmup_steps and self.schedule.warmup_interval is not None:
             shortest = min(shortest, self.schedule.warmup_interval)

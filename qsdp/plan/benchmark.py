@@ -14,7 +14,7 @@ from typing import Any
 from qsdp.plan.cluster import Cluster, Gloo, gbps_of, seconds_at
 from qsdp.plan.model import Prediction, Work, predict
 from qsdp.plan.sizes import Model, gpt2
-from qsdp.plan.variant import parse_variant
+from qsdp.plan.variant import is_variant, parse_variant
 
 
 def predict_benchmark(
@@ -23,10 +23,13 @@ def predict_benchmark(
     """Layout, cell and prediction of every cell of a benchmark's JSON.
 
     Cells without a limit calibrate; they are predicted on links without one, for their bytes.
+    Variants that were files are left out: results have only their names.
     """
     for layout in found["layouts"]:
         for cell in layout["cells"]:
             name, gbps = cell["variant"], cell["bandwidth_gbps"]
+            if not is_variant(name):
+                continue
             model, cluster, work = _calibrated(found["model"], layout, name)
             cluster = replace(cluster, bandwidth_gbps=float("inf") if gbps is None else gbps)
             yield layout, cell, predict(model, cluster, work, parse_variant(name))

@@ -111,6 +111,15 @@ def parse_variant(name: str) -> Variant:
     return Variant(name, config, dtype, dtype, two_level=stem == preset)
 
 
+def is_variant(name: str) -> bool:
+    """Whether :func:`parse_variant` knows a name."""
+    try:
+        parse_variant(name)
+    except (ValueError, OSError):
+        return False
+    return True
+
+
 def _read_config(path: Path) -> QSDPConfig:
     try:
         content = json.loads(path.read_text())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from fnmatch import fnmatchcase
 
 import torch
@@ -52,7 +53,7 @@ def comm_config(config: TrainConfig) -> qsdp.QSDPConfig:
     comm = dataclasses.replace(comm, seed=config.seed)
     preset = not config.comm.startswith("{")
     if preset and comm.warmup is not None:
-        steps = max(config.steps // WARMUP_SHARE, 1)
+        steps = max(config.steps // WARMUP_SHARE, 1) * _reductions_of_a_step(config)
         comm = dataclasses.replace(comm, warmup=dataclasses.replace(comm.warmup, steps=steps))
     if config.ranks_per_node is not None:
         try:
@@ -65,6 +66,12 @@ def comm_config(config: TrainConfig) -> qsdp.QSDPConfig:
     return _between_replicas(comm, config).with_exceptions(
         dict.fromkeys(config.keep_full_precision)
     )
+
+
+def _reductions_of_a_step(config: TrainConfig) -> int:
+    """What the clock of a warm-up counts."""
+    ranks = int(os.environ.get("WORLD_SIZE", config.nproc))
+    return config.micro_batches(ranks) if config.sync_every_micro_batch else 1
 
 
 def _between_replicas(comm: qsdp.QSDPConfig, config: TrainConfig) -> qsdp.QSDPConfig:
