@@ -288,6 +288,8 @@ class QuantizedAllReduce:
         self._way = route(group, unit.handle.device)
 
     def __call__(self, reduce_output: torch.Tensor) -> None:
+        if self._way.size == 1:
+            return  # a mesh with one replica: it has nobody to agree with
         # FSDP2 made it in another stream and may drop it while this one works on it.
         hold(reduce_output)
         device = reduce_output.device
@@ -322,4 +324,4 @@ def ranks_per_node(group: dist.ProcessGroup) -> int:
 
 def _count_stock(meter: CommMeter, part: torch.Tensor, group: dist.ProcessGroup) -> None:
     num_ranks = dist.get_world_size(group)
-    meter.count_rows(part.nbytes, num_ranks, stock=(num_ranks - 1) * part.nbytes)
+    meter.count_ring((num_ranks - 1) * part.nbytes, num_ranks)

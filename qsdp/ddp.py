@@ -311,7 +311,7 @@ def _stock_all_reduce(state: QuantizedDDPState, buffer: torch.Tensor) -> Result:
     num_ranks = dist.get_world_size(state.group)
     row_bytes = -(-buffer.numel() // num_ranks) * buffer.element_size()
     for _ in range(2):  # around the ring once to reduce, once to gather
-        state._meter.count_rows(row_bytes, num_ranks, stock=(num_ranks - 1) * row_bytes)
+        state._meter.count_ring((num_ranks - 1) * row_bytes, num_ranks)
     buffer.mul_(1.0 / num_ranks)
     work = dist.all_reduce(buffer, group=state.group, async_op=True)
     result: Result = work.get_future().then(lambda future: future.value()[0])

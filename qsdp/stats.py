@@ -151,6 +151,15 @@ class CommMeter:
         between = sent * elsewhere // max(num_ranks - 1, 1)
         self.count_hops(between, sent - between, stock=stock)
 
+    def count_ring(self, sent: int, num_ranks: int) -> None:
+        """Add a collective of the backend's own, as a ring of ranks in order.
+
+        A node then passes on to others what one of its ranks sends: a share of it for each rank.
+        """
+        per_node = min(self.ranks_per_node, num_ranks)
+        between = sent // per_node if per_node < num_ranks else 0
+        self.count_hops(between, sent - between, stock=sent)
+
     def count_hops(self, between: int, inside: int, *, stock: int) -> None:
         """Add one exchange: bytes to other nodes, bytes inside this one, and stock's."""
         self.calls += 1

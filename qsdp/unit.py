@@ -124,9 +124,11 @@ class Unit:
             kept = part.kept
             warm_up(part.layout, size, part.dtype, device, kept.layout if kept else None)
         if self.quantizes("gradients") and len({*gathered}) == 1:
-            reduction = self._reduction(self.everything, reduced or gathered[0])
-            for layout in (reduction.layout, reduction.inside):
-                warm_up(layout, self.reduce_route.size, layout.dtype, self.handle.device)
+            # Both of them, where gradients first travel in another way.
+            for make in dict.fromkeys((self._reduction, self._later_reduction)):
+                reduction = make(self.everything, reduced or gathered[0])
+                for layout in dict.fromkeys((reduction.layout, reduction.inside)):
+                    warm_up(layout, self.reduce_route.size, layout.dtype, self.handle.device)
 
     def quantizes(self, direction: Direction) -> bool:
         """Whether a parameter is quantized in this direction."""
@@ -219,6 +221,10 @@ class Unit:
     def _reduction(self, indices: tuple[int, ...], dtype: torch.dtype) -> Reduction:
         if self.warms_up:
             return self._warm_reduction(indices, dtype)
+        return self._later_reduction(indices, dtype)
+
+    def _later_reduction(self, indices: tuple[int, ...], dtype: torch.dtype) -> Reduction:
+        """As the configuration says once there is no warm-up, or it has ended."""
         feedback = self.fed_back.names("gradients", indices)
         sums = torch.float32 if self.reduce_route.two_level else dtype
         return Reduction(

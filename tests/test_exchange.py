@@ -72,6 +72,14 @@ def test_rows_of_two_hops_lie_by_places() -> None:
         assert wire.view(6, 4)[way.place * 3 + way.node].eq(rank + 1).all()
 
 
+def test_a_ring_crosses_every_node_once() -> None:
+    """Two nodes of two ranks: a node passes on to the other what one rank sends."""
+    for ranks_per_node, between in ((1, 300), (2, 150), (4, 0), (8, 0)):
+        meter = CommMeter(ranks_per_node)
+        meter.count_ring(300, 4)
+        assert (meter.sent, meter.stock, meter.inter_node) == (300, 300, between)
+
+
 def test_what_was_raised_once_is_raised_again() -> None:
     """A row that arrived damaged: whoever waits a second time is not told that all is well."""
 
