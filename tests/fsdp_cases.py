@@ -547,6 +547,17 @@ def case_reshard_and_async(rank: int) -> None:
     assert all(torch.equal(waited[name], late[name]) for name in late)
 
 
+def case_one_replica_quantizes_nothing_for_others(rank: int) -> None:
+    """A mesh of one replica: gradients are those of the shards' reduction alone."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    runs = []
+    for replicas in (None, Quantizer(2)):
+        config = QSDPConfig(None, Quantizer(8), replicas=replicas)
+        model = qsdp.apply_qsdp(build(mesh=mesh), config)
+        runs.append((train(model, rank, 2), shards(model)))
+    assert runs[0][0] == runs[1][0] and equal(runs[0][1], runs[1][1])
+
+
 def case_flat_collectives(rank: int) -> None:
     """The public collectives against a local reference, in place and not, for odd sizes."""
     ranks = dist.get_world_size()
