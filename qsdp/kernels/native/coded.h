@@ -139,6 +139,9 @@ INLINE Sizes sizes_of(const uint8_t* magnitude, int64_t n, int top, int32_t codi
   return sizes;
 }
 
+// Two integers from -8 to 7 in a byte, the first in its low half.
+INLINE uint8_t nibbles(int8_t low, int8_t high) { return uint8_t((low & 15) | (high & 15) << 4); }
+
 // `k` has zeros behind the block, for a pair.
 INLINE uint8_t* write_dense(const int8_t* k, int64_t n, int number, bool small, uint8_t* to) {
   BitWriter writer(to);
@@ -153,8 +156,8 @@ INLINE uint8_t* write_dense(const int8_t* k, int64_t n, int number, bool small, 
   };
   int64_t i = 0;
   for (; small && i + 4 <= n; i += 4) {
-    const Word a = two[uint8_t((k[i] & 15) | k[i + 1] << 4)];
-    const Word b = two[uint8_t((k[i + 2] & 15) | k[i + 3] << 4)];
+    const Word a = two[nibbles(k[i], k[i + 1])];
+    const Word b = two[nibbles(k[i + 2], k[i + 3])];
     if (a.size && b.size && a.size + b.size <= 56) {
       writer.add(a.bits | uint64_t(b.bits) << a.size, int(a.size + b.size));
       continue;
@@ -162,7 +165,7 @@ INLINE uint8_t* write_dense(const int8_t* k, int64_t n, int number, bool small, 
     for (int j = 0; j < 4; j++) write_one(k[i + j]);
   }
   for (; small && i + 2 <= n; i += 2) {
-    const uint8_t pair = uint8_t((k[i] & 15) | k[i + 1] << 4);
+    const uint8_t pair = nibbles(k[i], k[i + 1]);
     const Word word = two[pair];
     if (word.size)
       writer.add(word.bits, int(word.size));
