@@ -181,8 +181,8 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([top, "|---" * len(header) + "|", *below])
 
 
-def replaced(text: str, name: str, table: str) -> str:
-    """``text`` with ``table`` between the markers of ``name``.
+def replaced(text: str, name: str, table: str, page: str = "README.md") -> str:
+    """``text``, that of ``page``, with ``table`` between the markers of ``name``.
 
     Raises:
         ValueError: the markers are not there exactly once.
@@ -190,7 +190,7 @@ def replaced(text: str, name: str, table: str) -> str:
     pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     text, count = pattern.subn(lambda match: f"{match[1]}{table}\n{match[2]}", text)
     if count != 1:
-        raise ValueError(f"README.md must have <!-- {name} --> and <!-- /{name} --> once")
+        raise ValueError(f"{page} must have <!-- {name} --> and <!-- /{name} --> once")
     return text
 
 

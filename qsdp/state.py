@@ -50,7 +50,8 @@ def load_comm_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
     """Continue with what :func:`comm_state_dict` gave; a collective call, on every rank.
 
     Call it after :func:`qsdp.apply_qsdp`. An empty state changes nothing. A state of another number
-    of ranks gives its levels and their clock; weights that travel as differences start with one
+    of ranks, or of error feedback where a node had another number of them, gives its levels and
+    their clock; weights that travel as differences start with one
     gather in full precision then, and error feedback with nothing, with a warning.
 
     Raises:
@@ -73,10 +74,13 @@ def load_comm_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
             if same_ranks:
                 _load_own(unit, state)
     if not same_ranks and any(_kept(unit) or _feeds_back(unit) for unit in units):
+        then, now = int(state["format"][1]), dist.get_world_size()
+        difference = (
+            f"and here are {now}" if then != now else "with other numbers of them on a node"
+        )
         warnings.warn(
-            f"qsdp: this state of communication was saved by {int(state['format'][1])} ranks, here "
-            f"are {dist.get_world_size()}, and ranks or nodes differ: differences and error "
-            "feedback start afresh",
+            f"qsdp: this state of communication was saved by {then} ranks {difference}: "
+            "differences and error feedback start afresh",
             stacklevel=2,
         )
 
@@ -189,7 +193,11 @@ def _blank_residuals(unit: Unit) -> dict[str, torch.Tensor]:
 
 
 def _check(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the state is of as many ranks on such nodes; ValueError if of something else."""
+    """Whether the state is of as many ranks, placed on nodes as here.
+
+    Raises:
+        ValueError: it is of another model, configuration or version.
+    """
     hint = "apply the configuration that it was saved with first"
     if not state:
         return False

@@ -124,11 +124,12 @@ class Unit:
             kept = part.kept
             warm_up(part.layout, size, part.dtype, device, kept.layout if kept else None)
         if self.quantizes("gradients") and len({*gathered}) == 1:
-            # Both of them, where gradients first travel in another way.
-            for make in dict.fromkeys((self._reduction, self._later_reduction)):
-                reduction = make(self.everything, reduced or gathered[0])
-                for layout in dict.fromkeys((reduction.layout, reduction.inside)):
-                    warm_up(layout, self.reduce_route.size, layout.dtype, self.handle.device)
+            dtype = reduced or gathered[0]
+            reductions = [self._later_reduction(self.everything, dtype)]
+            if self.warms_up:
+                reductions.append(self._warm_reduction(self.everything, dtype))
+            for layout in (each for r in reductions for each in (r.layout, r.inside)):
+                warm_up(layout, self.reduce_route.size, layout.dtype, self.handle.device)
 
     def quantizes(self, direction: Direction) -> bool:
         """Whether a parameter is quantized in this direction."""

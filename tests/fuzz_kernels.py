@@ -22,14 +22,12 @@ from pathlib import Path
 from random import Random
 
 import torch
+from coded_rows import check_row, random_row
 
 from qsdp.kernels import build, cpu, reference
 from qsdp.kernels.compare import same_bits, same_stats, with_bits
 from qsdp.quantizer import MAX_BITS, MIN_BITS, Quantizer, every_format
 from qsdp.wire import VALUE_DTYPES, Segment, WireLayout, wire_layout
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.coded_rows import check_row, random_row  # noqa: E402  (this file is run as a script)
 
 BITS = range(MIN_BITS, MAX_BITS + 1)
 FORMATS = every_format()

@@ -286,7 +286,7 @@ def case_state_of_other_ranks_continues(rank: int) -> None:
     of_four |= {f"kept.blocks.1.rank{r}": torch.zeros(9, dtype=torch.uint8) for r in range(4)}
     of_four["format"] = torch.tensor([FORMAT, 4])
     other = qsdp.apply_qsdp(build(), MIXED)
-    with pytest.warns(UserWarning, match="saved by 4 ranks, here are 2"):
+    with pytest.warns(UserWarning, match="saved by 4 ranks and here are 2"):
         qsdp.load_comm_state_dict(other, of_four)
     assert learned_tables(other) == learned_tables(model) != {}
     assert error_of(other) < 0.1

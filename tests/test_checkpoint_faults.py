@@ -178,7 +178,7 @@ def check_loads_on_one_rank(
         shared = {name for name in comm if not name.endswith(".rank0")}
         assert state.keys() == shared and len(shared) < len(comm)
         assert all(torch.equal(state[name], comm[name]) for name in shared)
-        with pytest.warns(UserWarning, match="saved by 2 ranks, here are 1"):
+        with pytest.warns(UserWarning, match="saved by 2 ranks and here are 1"):
             qsdp.load_comm_state_dict(model, state)
         found = qsdp.comm_state_dict(model)
         levels = [name for name in shared if name.startswith(("levels.", "learned_at."))]

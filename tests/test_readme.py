@@ -9,6 +9,7 @@ import pytest
 from test_report import write_run
 
 from benchmarks import readme_tables
+from benchmarks.network import tables
 from qsdp.bench.measure import Row
 from qsdp.bench.output import format_rows
 
@@ -103,6 +104,21 @@ def test_a_table_without_its_files_stays(
         if other != name:
             before, after = (readme_tables.replaced(text, other, "") for text in (before, after))
     assert before == after
+
+
+def test_the_page_of_networks_has_the_tables_of_its_results(tmp_path: Path) -> None:
+    """As committed, and again after they were lost."""
+    for path in ("docs/networks.md", "benchmarks/results/network.json"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text((ROOT / path).read_text())
+    page = tmp_path / "docs" / "networks.md"
+    committed = page.read_text()
+    emptied = committed
+    for name in tables.TABLES:
+        emptied = readme_tables.replaced(emptied, name, "", "docs/networks.md")
+    page.write_text(emptied)
+    assert tables.main(tmp_path) == 0
+    assert page.read_text() == committed != emptied
 
 
 def test_readme_without_a_marker_is_an_error() -> None:

@@ -113,13 +113,18 @@ def format_report(found: Mapping[str, Any]) -> str:
     )
     lines.append(f"{'steps':<9}medians of {found['steps']}, variants in turn, seconds")
     for layout in found["layouts"]:
-        hosts, ranks = layout["hosts"], layout["ranks_per_host"]
-        lines += ["", f"{hosts} hosts with {ranks} rank{'s' * (ranks > 1)} each", ""]
+        lines += ["", title(layout), ""]
         lines.append(_table(layout["cells"]))
         lines += ["", *verdicts(layout)]
         if layout.get("auto"):
             lines += ["", auto.format_rows(layout["auto"], speed)]
     return "\n".join(lines)
+
+
+def title(layout: Mapping[str, Any]) -> str:
+    """A layout in words."""
+    hosts, ranks = layout["hosts"], layout["ranks_per_host"]
+    return f"{hosts} hosts with {ranks} rank{'s' * (ranks > 1)} each"
 
 
 def _table(found: Sequence[Mapping[str, Any]]) -> str:

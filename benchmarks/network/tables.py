@@ -8,7 +8,7 @@ Rewrites what stands there between ``<!-- NAME -->`` and ``<!-- /NAME -->``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ RATIOS = (
 TWO_LEVEL = {
     "stock-fp32": "stock fp32", "qsdp-fp32": "unquantized, two-level",
     "w8g8-flat": "W8G8, flat", "w8g8": "W8G8, two-level", "w4g4-flat": "W4G4, flat",
-    "w4g4": "W4G4, two-level", "sdp4bit": "SDP4Bit", "bitdp": "BitDP",
+    "w4g4": "W4G4, two-level", "sdp4bit": "SDP4Bit",
 }  # fmt: skip
 Cells = Mapping[tuple[str, float | None], Mapping[str, Any]]
 
@@ -67,10 +67,9 @@ def auto_cells(found: Mapping[str, Any]) -> str:
     """What auto chose in every cell."""
     parts = []
     for layout in found["layouts"]:
-        hosts, ranks = layout["hosts"], layout["ranks_per_host"]
-        parts.append(f"{hosts} hosts with {ranks} rank{'s' * (ranks > 1)} each\n")
-        parts.append(auto.format_rows(layout["auto"], report.speed) + "\n")
-    return _block("\n".join(parts).rstrip().splitlines())
+        rows = auto.format_rows(layout["auto"], report.speed)
+        parts.append(f"{report.title(layout)}\n\n{rows}")
+    return _block(["\n\n".join(parts)])
 
 
 TABLES = {
@@ -92,7 +91,7 @@ def _both(cell: Mapping[str, Any]) -> str:
     return f"{cell['step_s']:.2f} s, {cell['between_nodes'] / 1e6:.1f} MB"
 
 
-def _block(lines: Any) -> str:
+def _block(lines: Iterable[str]) -> str:
     return "\n".join(["```", *lines, "```"])
 
 
@@ -102,7 +101,7 @@ def main(root: Path = ROOT) -> int:
     page = root / "docs" / "networks.md"
     text = page.read_text()
     for name, table in TABLES.items():
-        text = replaced(text, name, table(found))
+        text = replaced(text, name, table(found), "docs/networks.md")
     page.write_text(text)
     return 0
 
