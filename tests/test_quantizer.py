@@ -292,18 +292,26 @@ def test_bad_json_is_named() -> None:
 
 
 def test_philox_matches_its_published_vectors() -> None:
-    """Known answers of Random123 for philox4x32-10."""
+    """Known answers of Random123, of 7 rounds and of 10."""
     ones = 0xFFFFFFFF
     pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    zeros, all_ones, of_pi = (
+        ((0,) * 4, (0, 0)),
+        ((ones,) * 4, (ones, ones)),
+        (pi, (0xA4093822, 0x299F31D0)),
+    )
     known = {
-        ((0, 0, 0, 0), (0, 0)): (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
-        ((ones,) * 4, (ones, ones)): (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
-        (pi, (0xA4093822, 0x299F31D0)): (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        (*zeros, 7): (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48),
+        (*all_ones, 7): (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662),
+        (*of_pi, 7): (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
+        (*zeros, 10): (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
+        (*all_ones, 10): (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+        (*of_pi, 10): (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
     }
-    for (counter, key), words in known.items():
-        assert philox4x32(counter, key) == words
+    for (counter, key, rounds), words in known.items():
+        assert philox4x32(counter, key, rounds) == words
         tensors = tuple(torch.tensor([word]) for word in counter)
-        assert [int(word) for word in philox4x32(tensors, key)] == list(words)
+        assert [int(word) for word in philox4x32(tensors, key, rounds)] == list(words)
 
 
 def test_derived_keys_differ() -> None:

@@ -1,4 +1,4 @@
-"""Philox4x32-10 (Salmon et al., SC 2011): counter-based random bits, the same on every backend.
+"""Philox4x32 (Salmon et al., SC 2011): counter-based random bits, the same on every backend.
 
 [Note: where the random bits come from] Key and counter of a value in ``encode``:
 
@@ -11,6 +11,10 @@ values with 16 bits each: value ``j`` takes the low half (``(j // 16) % 2 == 0``
 of word ``(j % 128) // 32``. Sixteen neighbouring values read one half-word of sixteen neighbouring
 counters, which suits vector registers of any width. Random shift takes the low half of word 0 of
 counter 0 for its whole block.
+
+[Note: rounds] Draws take 7 rounds, the fewest with which the authors found no flaw in TestU01's
+BigCrush (their section 5): of a kernel with dither, drawing is the largest part. Keys are derived
+rarely, and with the usual 10.
 
 The content sum makes the draw a function of the block: unchanged values are rounded alike however
 often they are encoded (forward, backward, after a resume), changed values afresh, and no step
@@ -25,13 +29,15 @@ import torch
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
-ROUNDS = 10
+DRAW_ROUNDS, KEY_ROUNDS = 7, 10  # [Note: rounds]
 MASK32 = 0xFFFFFFFF
 
 Word = torch.Tensor | int
 
 
-def philox4x32(counter: tuple[Word, ...], key: tuple[Word, Word]) -> tuple[Word, ...]:
+def philox4x32(
+    counter: tuple[Word, ...], key: tuple[Word, Word], rounds: int = DRAW_ROUNDS
+) -> tuple[Word, ...]:
     """Four 32-bit words for a counter of four words and a key of two.
 
     Words are ints or int64 tensors holding 32-bit values, which broadcast. Products of two 32-bit
@@ -39,7 +45,7 @@ def philox4x32(counter: tuple[Word, ...], key: tuple[Word, Word]) -> tuple[Word,
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         p0, p1 = MULTIPLIERS[0] * c0, MULTIPLIERS[1] * c2
         c0, c1, c2, c3 = (
             ((p1 >> 32) & MASK32) ^ c1 ^ k0,
@@ -56,7 +62,7 @@ def derive_key(seed: int, *words: int) -> int:
     """A 64-bit key from a 64-bit seed and up to four 32-bit words: different inputs, other bits."""
     assert len(words) <= 4
     counter = (*words, *(0,) * (4 - len(words)))
-    w0, w1, _, _ = philox4x32(counter, (seed & MASK32, (seed >> 32) & MASK32))
+    w0, w1, _, _ = philox4x32(counter, (seed & MASK32, (seed >> 32) & MASK32), KEY_ROUNDS)
     assert isinstance(w0, int) and isinstance(w1, int)
     return (w1 << 32) | w0
 

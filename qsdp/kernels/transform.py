@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 import torch
 
-from qsdp.kernels.philox import philox4x32
+from qsdp.kernels.philox import KEY_ROUNDS, philox4x32
 
 SIZE = 32
-_WORD = philox4x32((0, 0, 0, 0), (0, 0))[0]
+_WORD = philox4x32((0, 0, 0, 0), (0, 0), KEY_ROUNDS)[0]
 assert isinstance(_WORD, int)
 SIGN_BITS = _WORD  # bit j set: value j changes its sign
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qsdp.kernels.philox import MULTIPLIERS, ROUNDS, WEYL
+from qsdp.kernels.philox import DRAW_ROUNDS, MULTIPLIERS, WEYL
 
-PHILOX_ROUNDS = tl.constexpr(ROUNDS)
+PHILOX_ROUNDS = tl.constexpr(DRAW_ROUNDS)
 M0, M1 = (tl.constexpr(word) for word in MULTIPLIERS)
 W0, W1 = (tl.constexpr(word) for word in WEYL)
 

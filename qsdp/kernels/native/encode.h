@@ -113,13 +113,13 @@ INLINE void draft_block(const EncodeJob& job, const Span& span, const Counter& c
 }
 
 // Rotates a block and scans it. The last ROTATED values stay in y.
-template <class T>
+template <bool CONTENT, class T>
 INLINE Extremes rotate_and_scan(const char* x, int64_t n, float* y) {
   Extremes extremes = {__builtin_inff(), -__builtin_inff(), 0, true};
   for (int64_t at = 0; at < n; at += ROTATED) {
     const int64_t count = minimum(n - at, ROTATED);
     rotate<T>(x + at * T::SIZE, count, y);
-    extremes.join(scan<true, Float32>(reinterpret_cast<const char*>(y), count));
+    extremes.join(scan<CONTENT, Float32>(reinterpret_cast<const char*>(y), count));
   }
   return extremes;
 }
@@ -195,9 +195,10 @@ INLINE void encode_blocks(const EncodeJob& job, const Blocks& blocks, const Plan
   for (int64_t k = 0; k < blocks.count; k++) {
     const int64_t n = minimum(size, blocks.numel - k * size);
     const char* x = blocks.x + k * size * T::SIZE;
-    Extremes extremes = span.rotated ? rotate_and_scan<T>(x, n, y + k * size)
-                        : content    ? scan<true, T>(x, n)
-                                     : scan<false, T>(x, n);
+    Extremes extremes = span.rotated && content ? rotate_and_scan<true, T>(x, n, y + k * size)
+                        : span.rotated          ? rotate_and_scan<false, T>(x, n, y + k * size)
+                        : content               ? scan<true, T>(x, n)
+                                                : scan<false, T>(x, n);
     if (span.symmetric == TWO_NORM) take_norm<T>(span, x, n, y + k * size, extremes);
     if (span.mean) extremes.twice_mean = twice_the_mean<T>(extremes, span, x, n, y + k * size);
     const Counter counter = {blocks.first.block + uint32_t(k), blocks.first.segment,

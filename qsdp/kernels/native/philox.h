@@ -1,4 +1,4 @@
-// Philox4x32-10, as far as all its users share it: keys and counters, what is the same for a whole
+// Philox4x32-7, as far as all its users share it: keys and counters, what is the same for a whole
 // block, one number alone. The numbers of many values are drawn in random.h.
 
 #pragma once
@@ -8,6 +8,7 @@
 namespace {
 
 constexpr uint32_t MULTIPLIERS[2] = {0xD2511F53, 0xCD9E8D57};
+constexpr uint32_t ROUNDS = 7;  // [Note: rounds] in philox.py
 constexpr uint32_t WEYL[2] = {0x9E3779B9, 0xBB67AE85};
 
 struct PhiloxKey {
@@ -23,10 +24,10 @@ struct Counter {
 // low halves of 64-bit words, and for the other rounds the keys.
 struct BlockStream {
   uint64_t round0_c2, round1_c0, round1_c2, round2_c2;
-  uint64_t k0[10], k1[10];
+  uint64_t k0[ROUNDS], k1[ROUNDS];
 
   void start(const Counter& at, const PhiloxKey& key) {
-    for (uint32_t round = 0; round < 10; round++) {
+    for (uint32_t round = 0; round < ROUNDS; round++) {
       k0[round] = key.k0 + round * WEYL[0];
       k1[round] = key.k1 + round * WEYL[1];
     }
@@ -40,10 +41,10 @@ struct BlockStream {
   }
 };
 
-// Word 0 of Philox4x32-10 for the block's first counter; its low half is the block's random shift.
+// Word 0 of Philox4x32-7 for the block's first counter; its low half is the block's random shift.
 uint32_t philox_word0(const Counter& at, const PhiloxKey& key) {
   uint32_t c0 = 0, c1 = at.block, c2 = at.segment, c3 = at.row, k0 = key.k0, k1 = key.k1;
-  for (int round = 0; round < 10; round++) {
+  for (uint32_t round = 0; round < ROUNDS; round++) {
     const uint64_t p0 = uint64_t(MULTIPLIERS[0]) * c0, p1 = uint64_t(MULTIPLIERS[1]) * c2;
     c0 = uint32_t(p1 >> 32) ^ c1 ^ k0;
     c2 = uint32_t(p0 >> 32) ^ c3 ^ k1;

@@ -53,8 +53,8 @@ __attribute__((noinline)) void random16(const BlockStream& stream, const BlockSt
     chain[i].rounds_0_and_1(of(i), counter + uint64_t(TWO ? i % 2 : i / 2 * LANES + i % 2));
 #pragma GCC unroll 4
   for (int i = 0; i < CHAINS; i++) chain[i].round_2(of(i));
-#pragma GCC unroll 7
-  for (int round = 3; round < 10; round++)
+#pragma GCC unroll 4
+  for (uint32_t round = 3; round < ROUNDS; round++)
 #pragma GCC unroll 4
     for (int i = 0; i < CHAINS; i++) chain[i].round(of(i).k0[round], of(i).k1[round]);
 #pragma GCC unroll 2
