@@ -23,8 +23,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: setup
 	bash recipes/demo.sh
 
+# Files of tests run beside each other; those of one file share what they start.
+WORKERS ?= 2
 test: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # The distributed tests on the oldest torch, two between and the newest, each in an environment of
 # its own (4 to 7 GB), and the table in docs/compatibility.md.
