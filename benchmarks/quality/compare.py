@@ -21,6 +21,7 @@ import matplotlib
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from qsdp import Differences, QSDPConfig
 from qsdp.sweep.spec import Case, read_sweep
@@ -28,7 +29,10 @@ from qsdp.sweep.table import summarise
 from qsdp.wire import Segment, wire_layout
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-WINDOW = 100  # steps whose training losses are averaged into one point of a curve
+WINDOW, POINTS = (
+    100,
+    20,
+)  # steps that are averaged into one point of a curve, and its points at most
 FEW = 3  # with fewer seeds nothing is said to be shown
 BLOCKS = 64  # enough for what a row has beside its blocks not to count
 
@@ -175,8 +179,12 @@ def curve(seeds: dict[int, Path], base: dict[int, Path]) -> list[dict[str, float
         mine, theirs = training_losses(seeds[seed]), training_losses(base[seed])
         gaps.append([a - b for a, b in zip(mine, theirs, strict=True)])
     points: list[dict[str, float | None]] = []
-    for end in range(WINDOW, len(gaps[0]) + 1 if gaps else 0, WINDOW):
-        values = [100 * math.expm1(statistics.mean(gap[end - WINDOW : end])) for gap in gaps]
+    if not gaps:
+        return points
+    steps = len(gaps[0])
+    window = WINDOW * max(1, math.ceil(steps / (WINDOW * POINTS)))
+    for end in range(window, steps + 1, window):
+        values = [100 * math.expm1(statistics.mean(gap[end - window : end])) for gap in gaps]
         error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
         points.append({"step": end, "gap_percent": statistics.mean(values), "gap_error": error})
     return points
@@ -200,8 +208,8 @@ def write(
     parts = [text]
     names = [name for name, points in curves.items() if points]
     if names:
-        parts.append(f"\ngap of training loss, % of perplexity, mean of {WINDOW} steps up to:\n")
         steps = [point["step"] for point in curves[names[0]]]
+        parts.append(f"\ngap of training loss, % of perplexity, mean of {steps[0]} steps up to:\n")
         parts.append(" " * 24 + "".join(f"{step:>15}" for step in steps))
         for name in names:
             cells = [percent(p["gap_percent"], p["gap_error"]) for p in curves[name]]
@@ -212,21 +220,32 @@ def write(
 
 
 def front(rows: list[dict[str, Any]], path: Path) -> None:
-    """Change in perplexity against memory; the bits on the wire stand beside each point."""
+    """Change in perplexity against memory, with the bits on the wire beside each point; against
+    these bits where no case keeps anything.
+    """
     first, *rows = (row for row in rows if row["change_percent"] is not None)
+    memory = any(row["kept_bytes"] for row in rows)
     figure, axes = new_figure()
     for row in rows:
         error = row["change_error"] or 0
         full = {} if row["front"] else {"fillstyle": "none"}
         colour = COLOURS[0] if row["front"] else "#777777"
-        axes.errorbar(row["kept_bytes"], row["change_percent"], yerr=error, fmt="o", capsize=3,
-                      color=colour, **full)  # fmt: skip
-        axes.annotate(f" {row['case']}, {row['bits']:.1f} bits", fontsize=8, rotation=25,
-                      xy=(row["kept_bytes"], row["change_percent"]), xytext=(4, 4),
-                      textcoords="offset points")  # fmt: skip
-    axes.set_xlabel("kept on every rank (bytes a parameter); filled: on the front")
+        x = row["kept_bytes"] if memory else row["bits"]
+        axes.errorbar(x, row["change_percent"], yerr=error, fmt="o", capsize=3, color=colour,
+                      **full)  # fmt: skip
+        label = f" {row['case']}, {row['bits']:.1f} bits" if memory else f" {row['case']}"
+        axes.annotate(label, fontsize=8, rotation=25, xy=(x, row["change_percent"]),
+                      xytext=(4, 4), textcoords="offset points")  # fmt: skip
     axes.set_ylabel(f"perplexity against {first['case']} (%)")
-    axes.set_xlim(-0.05, max([0.0, *(row["kept_bytes"] for row in rows)]) + 0.35)
+    if memory:
+        axes.set_xlabel("kept on every rank (bytes a parameter); filled: on the front")
+        axes.set_xlim(-0.05, max(row["kept_bytes"] for row in rows) + 0.35)
+    else:
+        axes.set_xlabel("bits a value on the wire, all collectives of a step; filled: on the front")
+        axes.set_xscale("log")
+        axes.set_xlim(right=2 * max(row["bits"] for row in rows))
+        for which in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+            which(FuncFormatter(lambda bits, _: f"{bits:g}"))
     figure.savefig(path, dpi=110)
 
 
@@ -243,7 +262,7 @@ def draw_curves(curves: dict[str, list[dict[str, Any]]], first: str, path: Path)
         low = [gap - error for gap, error in zip(gaps, errors, strict=True)]
         high = [gap + error for gap, error in zip(gaps, errors, strict=True)]
         axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-    axes.set_xlabel(f"step (mean of {WINDOW} steps)")
+    axes.set_xlabel("step (mean of the steps since the point before)")
     axes.set_ylabel(f"training loss against {first} (% of perplexity)")
     figure.legend(frameon=False, fontsize=8, loc="outside upper center", ncols=4)
     figure.savefig(path, dpi=110)
