@@ -52,6 +52,7 @@ EVERY_STEP: dict[str, Method] = {
 }
 LOCAL: dict[str, Method] = {
     "average, H 10, 4 bits": {"sync_every": 10, "sync_bits": 4},
+    "average, H 10, 1 bit": {"sync_every": 10, "sync_bits": 1},
     "QSR, raw": {"sync_every": 4, "sync_alpha": 0.004375},
     "QSR, 4 bits": {"sync_every": 4, "sync_alpha": 0.004375, "sync_bits": 4},
     "DiLoCo, H 10, 4 bits": {"sync_every": 10, "sync_bits": 4, **DILOCO},
@@ -60,6 +61,9 @@ LOCAL: dict[str, Method] = {
     "DiLoCo, H 100, 4 bits": {"sync_every": 100, "sync_bits": 4, **DILOCO},
     "streaming, H 30, 4 bits": {
         "sync_every": 30, "sync_bits": 4, "sync_fragments": 3, "sync_overlap": 5, **DILOCO,
+    },
+    "streaming, H 10, 1 bit": {
+        "sync_every": 10, "sync_bits": 1, "sync_fragments": 2, "sync_overlap": 4,
     },
 }  # fmt: skip
 
