@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ import torch
 
 from qsdp import QSDPConfig, Quantizer, freeze_second_moment
 from qsdp.rows import decode_rows, encode_rows, sum_rows
+from qsdp.trainer.checkpoint import Description
+from qsdp.trainer.config import TrainConfig
+from qsdp.trainer.resume import _require_frozen
 from qsdp.ways import quantizer_of
 from qsdp.wire import tensor_layout
 
@@ -250,3 +254,16 @@ def test_what_does_not_freeze_is_refused_in_one_line() -> None:
     refused("travel with transform='hadamard'", optimizer, 50, config="w32g1")
     amsgrad = torch.optim.AdamW(layer.parameters(), betas=(0.9, 0.9), amsgrad=True)
     refused("does not go with the optimizer's amsgrad=True", amsgrad, 50)
+
+
+@pytest.mark.parametrize("now", [None, 300])
+def test_a_second_moment_that_was_frozen_stays_so(now: int | None) -> None:
+    saved = Description(200, 1.0, {"freeze_second_moment": 140}, {}, "", [{}], 1)
+    path = Path("run/checkpoints/step-200")
+    with pytest.raises(
+        ValueError, match="step-200, of step 200, .* give --freeze-second-moment 14"
+    ):
+        _require_frozen(path, saved, TrainConfig(freeze_second_moment=now))
+    for kept in (140, 200):
+        _require_frozen(path, saved, TrainConfig(freeze_second_moment=kept))
+    _require_frozen(path, saved._replace(step=140), TrainConfig(freeze_second_moment=now))

@@ -68,7 +68,7 @@ def continue_run(
         parameters=shapes(model),
         tokenizer=vocabulary_digest(data.tokenizer),
     )
-
+    together(lambda: _require_frozen(path, saved, config))
     if fake is not None:
         fake.load_state_dict({"steps_taken": saved.step})
         if fake.active and not steps_fit(saved.config, saved.step, config):
@@ -102,6 +102,17 @@ def continue_run(
                     f"saved, is {now[name]} now"
                 )
     return Progress(saved.step, saved.elapsed_s), local
+
+
+def _require_frozen(path: Path, saved: Description, config: TrainConfig) -> None:
+    """Raises ValueError where a second moment that was frozen would be changed again."""
+    at_step, now = saved.config.get("freeze_second_moment"), config.freeze_second_moment
+    frozen = at_step is not None and at_step < saved.step
+    if frozen and (now is None or now > saved.step):
+        raise ValueError(
+            f"--freeze-second-moment is {now}, and {path}, of step {saved.step}, holds a second "
+            f"moment that was frozen after step {at_step}: give --freeze-second-moment {at_step}"
+        )
 
 
 def _resume_communication(
