@@ -260,9 +260,7 @@ def test_what_does_not_freeze_is_refused_in_one_line() -> None:
 def test_a_second_moment_that_was_frozen_stays_so(now: int | None) -> None:
     saved = Description(200, 1.0, {"freeze_second_moment": 140}, {}, "", [{}], 1)
     path = Path("run/checkpoints/step-200")
-    with pytest.raises(
-        ValueError, match="step-200, of step 200, .* give .* 140"
-    ):
+    with pytest.raises(ValueError, match="step-200, of step 200, .* give .* 140"):
         _require_frozen(path, saved, TrainConfig(freeze_second_moment=now))
     for kept in (140, 200):
         _require_frozen(path, saved, TrainConfig(freeze_second_moment=kept))

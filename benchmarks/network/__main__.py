@@ -41,7 +41,7 @@ FLAT_GBPS = (None, 0.2, 0.1)
 VARIANTS = ("stock-fp32", "stock-bf16", "qsdp-fp32", "qsdp-bf16", "w8g8", "w4g4", "w8g8-bf16",
             "w4g4-bf16", "sdp4bit", "bitdp", CODED)  # fmt: skip
 FLAT_VARIANTS = ("stock-fp32", "qsdp-fp32-flat", "qsdp-fp32", "w8g8-flat", "w8g8", "w4g4-flat",
-                 "w4g4", "sdp4bit")  # fmt: skip
+                 "w4g4", "sdp4bit", "bitdp")  # fmt: skip
 MASTER_PORT = 29500
 NETWORK_SHARE = 0.75
 
