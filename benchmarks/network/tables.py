@@ -31,7 +31,7 @@ RATIOS = (
 TWO_LEVEL = {
     "stock-fp32": "stock fp32", "qsdp-fp32": "unquantized, two-level",
     "w8g8-flat": "W8G8, flat", "w8g8": "W8G8, two-level", "w4g4-flat": "W4G4, flat",
-    "w4g4": "W4G4, two-level", "sdp4bit": "SDP4Bit",
+    "w4g4": "W4G4, two-level", "sdp4bit": "SDP4Bit", "bitdp": "BitDP",
 }  # fmt: skip
 Cells = Mapping[tuple[str, float | None], Mapping[str, Any]]
 
