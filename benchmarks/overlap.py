@@ -1,6 +1,8 @@
 """Does it pay on CPU to gather the next block's weights while this block computes?
 
-    python -m benchmarks.overlap [--mbit 200] [--rounds 9]      needs root, as benchmarks.network
+    python -m benchmarks.overlap [--mbit 10000 1000 200] [--rounds 9] [--out FILE]
+
+It needs root, as benchmarks.network does.
 
 FSDP2 has no streams on CPU: by default a gather ends before the block that it is for begins.
 `_set_unshard_async_op` with explicit prefetching starts it one block earlier. Two hosts of one rank
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import qsdp
-from benchmarks.network.hosts import Hosts
+from benchmarks.network.hosts import INTERFACE, Hosts, require_privileges
 
 SHAPE = {"n_embd": 320, "n_layer": 6, "n_head": 5, "n_positions": 128, "vocab_size": 2048}
 NO_WARNINGS = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
@@ -91,33 +94,47 @@ def measure(rounds: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mbit", type=float, default=200)
+    parser.add_argument("--mbit", type=float, nargs="+", default=[10_000, 1_000, 200, 100])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="also write what is printed to this file")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         measure(options.rounds)
         return 0
+    require_privileges()
+    parts = []
     with Hosts(2) as hosts:
-        hosts.limit(options.mbit / 1e3)
-        print(f"two hosts, {options.mbit:g} Mbit/s, gloo, one thread a rank", flush=True)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-        processes = [
-            subprocess.Popen(
-                hosts.inside(
-                    host,
-                    [
-                        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
-                        *("--node-rank", str(host), "--nproc-per-node", "1"),
-                        *("--master-addr", hosts.address(0), "--master-port", "29400"),
-                        *("-m", "benchmarks.overlap", "--rank", "--rounds", str(options.rounds)),
-                    ],
-                ),
-                env=environment,
-            )
-            for host in range(2)
+        for mbit in options.mbit:
+            hosts.limit(mbit / 1e3)
+            title = f"two hosts, {mbit:g} Mbit/s, gloo, one thread a rank"
+            parts.append(f"{title}\n{_both_ranks(hosts, options.rounds)}")
+            print(parts[-1], flush=True)
+    if options.out:
+        options.out.write_text("\n".join(parts))
+    return 0
+
+
+def _both_ranks(hosts: Hosts, rounds: int) -> str:
+    """What rank 0 prints. Raises CalledProcessError where a rank fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
+    processes = []
+    for host in range(2):
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
+            *("--node-rank", str(host), "--nproc-per-node", "1"),
+            *("--master-addr", hosts.address(0), "--master-port", "29400"),
+            *("-m", "benchmarks.overlap", "--rank", "--rounds", str(rounds)),
         ]
-        return max(process.wait() for process in processes)
+        inside = hosts.inside(host, command)
+        processes.append(
+            subprocess.Popen(inside, env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    printed = [process.communicate()[0] for process in processes]
+    for process in processes:
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, process.args)
+    return printed[0]
 
 
 if __name__ == "__main__":
