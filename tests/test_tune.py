@@ -67,6 +67,33 @@ def test_budget_is_kept_and_nearly_best(seed: int, bits: float) -> None:
     assert total_harm(items, found) <= best + 1e-12
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("bits", [0.4, 1.3, 2.6, 5.0])
+def test_rates_may_begin_at_nothing_and_be_fractions(seed: int, bits: float) -> None:
+    """As for blocks whose scales count: against every choice of one bit a value less."""
+    generator = torch.Generator().manual_seed(seed)
+    rates = (0.0, 1.125, 2.125, 3.125, 4.125, 6.125)
+    items = []
+    for index in range(4):
+        length = float(torch.rand((), generator=generator)) * 10
+        # One bit is worse than none, as it is for heavy tails.
+        harms = [length, *(6 * length * 4.0 ** -int(rate) for rate in rates[1:])]
+        items.append(Item(f"b{index}", 128, dict(zip(rates, harms, strict=True))))
+    found = within_budget(items, bits)
+    assert average_bits(items, found) <= bits + 1e-9
+    assert 1.125 not in found.values()
+    for less in (1.0, bits):  # the best of less bits, and nothing at all
+        best = min(
+            total_harm(items, widths)
+            for choice in product(rates, repeat=len(items))
+            if average_bits(items, widths := dict(zip(found, choice, strict=True)))
+            <= max(0.0, bits - less)
+        )
+        assert total_harm(items, found) <= best + 1e-12
+    with pytest.raises(ValueError, match="at least 0, got -1"):
+        within_budget(items, -1)
+
+
 @pytest.mark.parametrize(
     ("base", "message"),
     [

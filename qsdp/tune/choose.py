@@ -57,7 +57,7 @@ def tune(options: argparse.Namespace) -> None:
         )
     batches = _batches(options.run, config, model, options.batches)
     widths: dict[str, dict[str, int]] = {}
-    items: dict[str, list[Item]] = {}
+    items: dict[str, list[Item[int]]] = {}
     for direction, measure in (("weights", weight_items), ("gradients", gradient_items)):
         quantizer = quantizers[direction]
         if quantizer is None:
@@ -72,7 +72,9 @@ def tune(options: argparse.Namespace) -> None:
 
 
 def _say(
-    options: argparse.Namespace, items: dict[str, list[Item]], widths: dict[str, dict[str, int]]
+    options: argparse.Namespace,
+    items: dict[str, list[Item[int]]],
+    widths: dict[str, dict[str, int]],
 ) -> None:
     print_table(_table(items, widths))
     for direction, found in items.items():
@@ -182,7 +184,7 @@ def _with_bits(way: Quantizer | Learned | Feedback, bits: int) -> Quantizer | Le
     return replace(way, quantizer=_with_bits(way.quantizer, bits))  # type: ignore[arg-type]
 
 
-def _table(items: dict[str, list[Item]], widths: dict[str, dict[str, int]]) -> Table:
+def _table(items: dict[str, list[Item[int]]], widths: dict[str, dict[str, int]]) -> Table:
     header = ["parameter", "elements"]
     for direction in items:
         header += [direction, "at 2 bits"]

@@ -29,7 +29,7 @@ def weight_items(
     parameters: Mapping[str, nn.Parameter],
     quantizer: Quantizer,
     batches: Iterable[torch.Tensor],
-) -> list[Item]:
+) -> list[Item[int]]:
     """What each weight matrix's width does to the loss, in nats.
 
     The loss is measured with one matrix at a time quantized to 2 bits. Near a minimum the loss
@@ -69,7 +69,7 @@ def gradient_items(
     parameters: Mapping[str, nn.Parameter],
     quantizer: Quantizer,
     batches: Iterable[torch.Tensor],
-) -> list[Item]:
+) -> list[Item[int]]:
     """The share of each gradient that its width loses, by its part of all elements.
 
     Adam scales every gradient to the same size of step, so what counts is the relative error.

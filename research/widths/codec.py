@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsdp.kernels.transform import SIZE, hadamard, inverse_hadamard
+from qsdp.tune.allocate import Item, within_budget
 
 MAX_WIDTH = 8
 SCALE_BITS = 16
@@ -27,17 +28,27 @@ def blocks_of(y: torch.Tensor, block: int) -> torch.Tensor:
     return torch.nn.functional.pad(y, (0, -y.numel() % block)).unflatten(0, (-1, block))
 
 
-def dithered(x: torch.Tensor, width: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def dithered(
+    x: torch.Tensor,
+    width: torch.Tensor,
+    noise: torch.Tensor,
+    most: torch.Tensor | None = None,
+    *,
+    subtract: bool = True,
+) -> torch.Tensor:
     """Blocks (blocks, n) decoded from ``width`` bits each: unbiased, and zeros for 0 bits.
 
     Args:
         noise: within [-1/2, 1/2), of the shape of ``x``; known to both ends.
+        most: (blocks,) bounds of the grids, no magnitude above them; None for the largest ones.
+        subtract: receivers take the noise off again; else rounding is stochastic, whose errors
+            are twice as large.
     """
-    most = x.abs().amax(1, keepdim=True)
+    most = x.abs().amax(1, keepdim=True) if most is None else most[:, None]
     steps = (2.0 ** width[:, None].float() - 1).clamp(min=1)
     step = 2 * most / steps
     code = ((x + most) / step.clamp(min=1e-30) + noise).round().clamp_(min=0)
-    value = (torch.minimum(code, steps) - noise) * step - most
+    value = (torch.minimum(code, steps) - noise * subtract) * step - most
     return torch.where((width[:, None] > 0) & (most > 0), value, 0.0)
 
 
@@ -47,45 +58,51 @@ def fixed_bits(width: int, block: int) -> float:
 
 
 def chosen_widths(
-    rms: torch.Tensor, most: torch.Tensor, block: int, budget: float, least: int, power: float
+    rms: torch.Tensor,
+    most: torch.Tensor,
+    block: int,
+    budget: float,
+    least: int,
+    power: float,
+    numel: int | None = None,
 ) -> torch.Tensor:
     """Widths of blocks that make the sum of weighted squared errors least, within a budget.
 
-    Upgrades by one bit are taken by what they gain, the largest first: gains of a block fall from
-    bit to bit, so no other choice of the same bits is better.
+    With the knapsack of `qsdp tune`, whose items are blocks here.
 
     Args:
         rms, most: of each block, its root mean square and its largest magnitude.
         budget: true bits a value over all blocks, scales and widths among them.
         least: bits that every block gets.
         power: squared errors weigh rms^-power: 0 for least squares.
+        numel: values in all blocks, where the last one is not full.
 
     Returns:
         (blocks,) integers from ``least`` to 8.
+
+    Raises:
+        ValueError: a budget below ``least`` bits with their scales and widths.
     """
     widths = torch.arange(MAX_WIDTH + 1).double()
     step = 2 * most[:, None].double() / (2**widths - 1).clamp(min=1)
     errors = step.square() / 12
     errors[:, 0] = rms.double().square()
     weight = torch.where(rms > 0, rms.double().clamp(min=1e-30) ** -power, 0.0)
-    gains = (errors[:, :-1] - errors[:, 1:]) * weight[:, None]
-    cost = torch.full_like(gains, float(block))
-    cost[:, 0] += SCALE_BITS  # a block of 0 bits has no scale
-    density = gains / cost
-    if least == 0:  # the first bit may gain less than a second one: then both are one upgrade
-        together = gains.cumsum(1) / cost.cumsum(1)
-        best, first = together.max(1, keepdim=True)
-        density = torch.where(torch.arange(MAX_WIDTH) <= first, best, density)
-    density[:, :least] = torch.inf
-    density = torch.cummin(density, 1).values  # equal but for rounding
-    room = budget * block * len(rms) - WIDTH_BITS * len(rms)
-    order = density.flatten().argsort(descending=True, stable=True)
-    taken = cost.flatten()[order].cumsum(0) <= room
-    chosen = torch.zeros(density.numel(), dtype=torch.int64)
-    chosen[order] = taken.long()
-    taken_bits = chosen.view_as(density).sum(1)
-    # The budget may end inside an upgrade of several bits.
-    return torch.where((taken_bits == 1) & (density[:, 0] == density[:, 1]), 0, taken_bits)
+    harms = (errors * weight[:, None])[:, least:].tolist()
+    numel = numel or block * len(rms)
+    sizes = [min(block, numel - at) for at in range(0, numel, block)]
+    rates = {size: _rates(size, least) for size in set(sizes)}
+    items = [
+        Item(str(place), size, {r: size * h for r, h in zip(rates[size], harm, strict=True)})
+        for place, (size, harm) in enumerate(zip(sizes, harms, strict=True))
+    ]
+    found = within_budget(items, budget - WIDTH_BITS * len(rms) / numel)
+    return torch.tensor([least + rates[item.numel].index(found[item.name]) for item in items])
+
+
+def _rates(size: int, least: int) -> list[float]:
+    """Bits a value of a block of each width. One of 0 bits has no scale."""
+    return [fixed_bits(width, size) if width else 0.0 for width in range(least, MAX_WIDTH + 1)]
 
 
 def send(

@@ -34,9 +34,11 @@ def stochastic(x: torch.Tensor, top: int, most: torch.Tensor, noise: torch.Tenso
     return (x / most * top + noise).floor() * most / top
 
 
-def classes(x: torch.Tensor, t: float, nearest: bool) -> tuple[torch.Tensor, float]:
+def classes(
+    x: torch.Tensor, t: float, nearest: bool, generator: torch.Generator | None = None
+) -> tuple[torch.Tensor, float]:
     """JointSQ's classes from threshold t: decoded values, and true bits a value."""
-    generator = torch.Generator().manual_seed(1)
+    generator = generator or torch.Generator().manual_seed(1)
     magnitude, decoded, total = x.abs(), torch.zeros_like(x), 0.0
     kind = sum((magnitude >= t * factor).long() for factor, _ in CLASSES)
     assert isinstance(kind, torch.Tensor)

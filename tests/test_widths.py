@@ -1,0 +1,146 @@
+"""research/widths: budgets are true, dither is unbiased, feedback loses nothing, one knapsack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs pip install 'qsdp[train]'")
+
+from qsdp.kernels.coded import FIXED, encode_block
+from research.widths import codec, schemes
+from research.widths.feedback import FINE, RATES, Sender, cases
+from research.widths.schemes import Scheme
+from research.widths.streams import rice_bytes
+
+NUMEL = 4096
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def gradients(seed: int, ranks: int = 3) -> torch.Tensor:
+    """Heavy-tailed, in stretches of different size, alike on all ranks but for their own noise."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.randn(NUMEL // 64, generator=generator).exp().repeat_interleave(64)
+    common = torch.randn(NUMEL, generator=generator)
+    return size * (common + torch.randn(ranks, NUMEL, generator=generator)) * 1e-3
+
+
+@pytest.mark.parametrize("top", [7, 127, 32767])
+@pytest.mark.parametrize("numel", [64, 1024])
+def test_rice_bytes_are_those_of_the_encoder(top: int, numel: int) -> None:
+    generator = torch.Generator().manual_seed(numel + top)
+    limit, modes = numel * (2 * top).bit_length() // 8, set()
+    for scale in (0.001, 0.02, 0.3, 1.0, 5.0, 50.0, 3000.0):
+        sizes = torch.tensor([0.0, 1.0, 3.0])[:, None]
+        k = torch.randn(3, numel, generator=generator) * scale * sizes
+        k = k.round().clamp(-top, top).int()
+        for block, found in zip(k.tolist(), rice_bytes(k, top).tolist(), strict=True):
+            mode, stream = encode_block(block, top, "rice", limit)
+            modes.add(mode)
+            assert found == 2 + (limit if mode == FIXED else len(stream))
+    assert len(modes) >= 2
+
+
+EVERY = [(rate, case) for rate in (*RATES, *FINE) for case in cases(rate)]
+
+
+@pytest.mark.parametrize(("rate", "case"), EVERY)
+def test_what_is_sent_fits_the_budget_and_feedback_telescopes(rate: float, case: str) -> None:
+    """All that was sent, and what is kept, are all gradients; and no scheme leaves much unused."""
+    scheme, feedback = cases(rate)[case]
+    sender = Sender(scheme, rate + (8.0 if rate in FINE else 0.0), feedback, torch.Generator())
+    total, sent = torch.zeros(NUMEL), torch.zeros(NUMEL)
+    for step in range(4):
+        rows = gradients(step)
+        total += rows.mean(0)
+        sent += sender.mean(rows)
+    assert 0.5 * rate < sender.most <= sender._bits
+    if feedback:
+        assert isinstance(sender.residual, torch.Tensor)
+        kept = sender.residual.mean(0)
+        torch.testing.assert_close(sent + kept, total, rtol=1e-4, atol=1e-6)
+        assert kept.abs().max() > 1e-4
+    else:
+        assert sender.residual == 0.0
+
+
+UNBIASED: dict[str, Scheme] = {
+    "fixed": schemes.fixed(2, 128),
+    "stochastic, correlated": schemes.fixed(2, 128, subtract=False, together=True),
+    "widths, correlated": schemes.widths(128, 1, together=True),
+    "widths, shared": schemes.widths(128, 1, shared=True),
+    "one step": schemes.dithered_steps(1024),
+    "one step, correlated": schemes.dithered_steps(1024, together=True),
+}
+
+
+@pytest.mark.parametrize("name", UNBIASED)
+def test_dithered_schemes_are_unbiased(name: str) -> None:
+    """Of every rank: the mean error of 200 draws is what chance leaves of it."""
+    rows, draws = gradients(1, ranks=2)[:, :512], 200
+    generator = torch.Generator().manual_seed(2)
+    errors = torch.stack(
+        [UNBIASED[name](rows, 2.2, generator)[0] - rows for _ in range(draws)]
+    ).double()
+    expected = errors.square().sum(0).sum() / draws
+    assert errors.mean(0).square().sum() * draws < 1.25 * expected
+    assert expected > 0
+
+
+def test_a_scheme_that_leaves_blocks_out_is_not_unbiased() -> None:
+    """That the test above can fail."""
+    rows, draws = gradients(1, ranks=2)[:, :512], 50
+    scheme, generator = schemes.widths(128, 0), torch.Generator().manual_seed(2)
+    errors = torch.stack([scheme(rows, 1.0, generator)[0] - rows for _ in range(draws)])
+    assert errors.mean(0).square().sum() * draws > 5 * errors.square().sum() / draws
+
+
+@pytest.mark.parametrize("scheme", [schemes.fixed, schemes.dithered_steps])
+def test_correlated_dither_cancels_where_ranks_agree(scheme: object) -> None:
+    """Not where they differ by much more than a step, and the errors of one rank stay the same."""
+    arguments = (2, 128) if scheme is schemes.fixed else (1024,)
+    same = gradients(3, ranks=1).expand(4, -1).contiguous()
+    found = {}
+    for together in (False, True):
+        own = scheme(*arguments, together=together)  # type: ignore[operator]
+        decoded, _ = own(same, 2.2, torch.Generator().manual_seed(4))
+        found[together] = [
+            float((part - same[0]).square().sum()) for part in (decoded.mean(0), decoded[0])
+        ]
+    assert found[True][0] < 0.45 * found[False][0]
+    assert found[True][1] == pytest.approx(found[False][1], rel=0.1)
+
+
+@pytest.mark.parametrize("least", [0, 1])
+def test_widths_of_blocks_against_every_choice(least: int) -> None:
+    """Never worse than the best of all choices that take one bit a value less."""
+    blocks, block = 3, 128
+    rows = gradients(5)[0].view(-1, block)[:blocks]
+    rms, most = rows.square().mean(1).sqrt(), rows.abs().amax(1)
+
+    def harm(widths: torch.Tensor) -> float:
+        step = 2 * most / (2.0**widths - 1).clamp(min=1)
+        return float(torch.where(widths > 0, step.square() / 12, rms.square()).sum())
+
+    def bits(widths: torch.Tensor) -> float:
+        scales = codec.SCALE_BITS / block * (widths > 0)
+        return float((widths + scales + codec.WIDTH_BITS / block).mean())
+
+    every = [torch.tensor(w) for w in product(range(least, 9), repeat=blocks)]
+    for budget in (2.2, 3.0, 4.5):
+        chosen = codec.chosen_widths(rms, most, block, budget, least, 0.0)
+        assert bits(chosen) <= budget + 1e-9
+        assert harm(chosen) <= min(harm(w) for w in every if bits(w) <= budget - 1) + 1e-15
+    with pytest.raises(ValueError, match="at least"):
+        codec.chosen_widths(rms, most, block, least * 1.125, least, 0.0)
