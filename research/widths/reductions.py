@@ -140,12 +140,20 @@ def candidates(budget: float, sizes: list[int]) -> dict[str, Scheme]:
         bits, 1024, "dither", scale_dtype="bfloat16", transform="hadamard", scaling="minmax"
     )
     nearest = replace(dither, rounding="nearest", block_size=128)
-    rice = Quantizer(8, 1024, "nearest", scaling="symmetric", coding="rice")
+    # Codes of more bits than travel, in blocks that suit.
+    wide, block = {5: (6, 1024), 2: (4, 8192)}[bits]
+    rice = Quantizer(
+        wide, block, "nearest", scaling="symmetric", scale_dtype="bfloat16", coding="rice"
+    )
     found = {
         f"library: {bits} bits, 1024, dither": library(dither, sizes),
         f"library: {bits} bits, 128, dither": library(replace(dither, block_size=128), sizes),
         f"library: {bits} bits, 128, nearest": library(nearest, sizes),
         f"library: {bits} bits, 128, learned": library(nearest, sizes, learned=True),
+        f"library: {wide} bits, {block}, nearest, Rice": library(rice, sizes),
+        f"library: {wide} bits, {block}, dither, Rice": library(
+            replace(rice, rounding="dither"), sizes
+        ),
     }
     if bits == 5:
         found["library: 4 bits, 32, dither"] = library(
@@ -154,7 +162,7 @@ def candidates(budget: float, sizes: list[int]) -> dict[str, Scheme]:
         found["library: 4 bits, 128 (w4g4)"] = library(
             replace(dither, bits=4, block_size=128), sizes
         )
-        found["library: 8 bits, 1024, Rice"] = library(rice, sizes)
+        found["library: 5 bits, 1024, nearest, Rice"] = library(replace(rice, bits=5), sizes)
     found |= {
         "stochastic, 128": schemes.fixed(bits, 128, subtract=False),
         "stochastic, 128, correlated": schemes.fixed(bits, 128, subtract=False, together=True),
@@ -219,7 +227,7 @@ def lines(name: str, looks: list[Gradients]) -> Iterator[str]:
     )
     for budget in BUDGETS:
         yield (
-            f"  {budget:g} bits{'':<27} true bits  mean of 4  mean of 8  at {budget:g} bits"
+            f"  {budget:g} bits{'':<29} true bits  mean of 4  mean of 8  at {budget:g} bits"
             "  ring of 4  ring of 8  one rank"
         )
         for codec, scheme in candidates(budget, looks[0].sizes).items():
@@ -228,7 +236,7 @@ def lines(name: str, looks: list[Gradients]) -> Iterator[str]:
             bits, four, eight, ring4, ring8, one = measured(scheme, looks, room)
             same = eight * 4 ** (bits - budget)
             yield (
-                f"  {codec:<34} {bits:9.3f} {four:10.5f} {eight:10.5f} {same:10.5f} "
+                f"  {codec:<36} {bits:9.3f} {four:10.5f} {eight:10.5f} {same:10.5f} "
                 f"{ring4:10.5f} {ring8:10.5f} {one:9.5f}"
             )
     yield ""

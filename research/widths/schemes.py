@@ -46,11 +46,15 @@ def scales(magnitudes: torch.Tensor) -> torch.Tensor:
     return ((magnitudes.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
 
 
+def checked(decoded: torch.Tensor, spent: float, bits: float) -> Sent:
+    """No rank may be over the budget."""
+    assert spent <= bits + 1e-6, (spent, bits)
+    return decoded, spent
+
+
 def joined(sent: list[Sent], bits: float) -> Sent:
-    """Of every rank, as rows; no rank may be over the budget."""
-    most = max(spent for _, spent in sent)
-    assert most <= bits + 1e-6, (most, bits)
-    return torch.stack([decoded for decoded, _ in sent]), most
+    """Of every rank, as rows, and the most bits that one took."""
+    return checked(torch.stack([decoded for decoded, _ in sent]), max(b for _, b in sent), bits)
 
 
 def jointsq(nearest: bool) -> Scheme:
@@ -97,7 +101,7 @@ def dead_zone(block: int | None) -> Scheme:
 
     def send(rows: torch.Tensor, bits: float, generator: torch.Generator) -> Sent:
         decoded, spent = one_step(rows, bits * rows.shape[1], None, block)
-        return joined([(decoded, spent / rows.shape[1])], bits)[0][0], spent / rows.shape[1]
+        return checked(decoded, spent / rows.shape[1], bits)
 
     return send
 
@@ -111,7 +115,7 @@ def dithered_steps(block: int | None, together: bool = False, rotated: bool = Fa
         decoded, spent = one_step(turned, bits * rows.shape[1], noise, block)
         if rotated:
             decoded = torch.stack([unrotate(y, x) for y, x in zip(decoded, rows, strict=True)])
-        return joined([(decoded, spent / rows.shape[1])], bits)[0][0], spent / rows.shape[1]
+        return checked(decoded, spent / rows.shape[1], bits)
 
     return send
 
