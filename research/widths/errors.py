@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from qsdp.kernels.coded import FIXED, encode_block
 from research.widths.codec import blocks_of, chosen_widths, dithered, fixed_bits
+from research.widths.streams import rice_bytes
 from research.widths.train import Model, batch, corpus
 
 HERE = Path(__file__).parent
@@ -57,10 +57,8 @@ def classes(
 def dead_zone(x: torch.Tensor, step: float) -> tuple[torch.Tensor, float]:
     """One step for all, magnitudes below 0.6 steps to zero, Rice codes in blocks of 1024."""
     k = (x.abs() / step + 0.4).floor().clamp(max=127) * x.sign()
-    sizes = 0
-    for block in k.long().split(1024):
-        mode, stream = encode_block(block.tolist(), 127, "rice", 1024)
-        sizes += 2 + (1024 if mode == FIXED else len(stream))
+    blocks = torch.nn.functional.pad(k.long(), (0, -k.numel() % 1024)).view(-1, 1024)
+    sizes = int(rice_bytes(blocks, 127).sum())
     # Where a zone's values lie on average, which its magnitude is decoded to.
     shift = ((x.abs() / step - k.abs())[k != 0]).mean() if (k != 0).any() else torch.tensor(0.0)
     return (k.abs() + shift * (k != 0)) * k.sign() * step, (8 * sizes + 64) / x.numel()
