@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 
 pytest.importorskip("transformers", reason="needs pip install 'qsdp[train]'")
 
+from qsdp import Quantizer, wire_bytes
 from qsdp.kernels.coded import FIXED, encode_block
-from research.widths import codec, schemes
+from research.widths import codec, reductions, schemes
 from research.widths.feedback import FINE, RATES, Sender, cases
 from research.widths.schemes import Scheme
 from research.widths.streams import rice_bytes
@@ -144,3 +146,26 @@ def test_widths_of_blocks_against_every_choice(least: int) -> None:
         assert harm(chosen) <= min(harm(w) for w in every if bits(w) <= budget - 1) + 1e-15
     with pytest.raises(ValueError, match="at least"):
         codec.chosen_widths(rms, most, block, least * 1.125, least, 0.0)
+
+
+def test_library_formats_are_counted_as_they_travel() -> None:
+    """Rice codes of the same values: fewer bytes and the same result."""
+    rows, sizes = gradients(6), [1024, 3072]
+    form = Quantizer(6, 1024, "nearest", scaling="symmetric")
+    fixed, rice = (
+        reductions.library(coded, sizes)(rows, 0.0, torch.Generator())
+        for coded in (form, replace(form, coding="rice"))
+    )
+    assert fixed[1] == 8 * sum(wire_bytes(size, form) for size in sizes) / NUMEL > rice[1] > 2
+    assert torch.equal(fixed[0], rice[0])
+    assert 0 < reductions.error(fixed[0].mean(0), rows) < 0.01
+
+
+def test_a_ring_encodes_partial_sums_again() -> None:
+    """Twice as many hops, more than twice the error; one rank's hop encodes nothing."""
+    form = Quantizer(4, 128, "dither", transform="hadamard")
+    scheme, rows = reductions.library(form, [NUMEL]), gradients(7, ranks=8)
+    errors = [reductions.ring(scheme, rows[:ranks], 0.0, torch.Generator()) for ranks in (1, 4, 8)]
+    assert errors[0] == 0.0
+    once = reductions.error(scheme(rows, 0.0, torch.Generator())[0].mean(0), rows)
+    assert errors[2] > 2 * errors[1] > 0 and errors[2] > 3 * once
