@@ -6,6 +6,7 @@ import io
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -259,6 +260,34 @@ def case_bytes_counted_are_bytes_sent(rank: int) -> None:
     ring = 2 * 2 * (num_ranks - 1) * numel * 4 // num_ranks
     assert abs(stats.stock_sent / ring - 1) < 0.01
     assert state.stats() == qsdp.CommStats()
+
+
+def case_convolutions_travel_as_matrices(rank: int) -> None:
+    """In one bit: each block of 128 has one magnitude, and 28 times fewer bytes; of 1,024, 31."""
+    small = 144  # of the first convolution, which is exact
+    images = torch.randn(2, 1, 4, 4, generator=torch.Generator().manual_seed(rank))
+    bitdp, num_ranks = QSDPConfig.preset("bitdp"), dist.get_world_size()
+    signs = bitdp.gradients
+    assert isinstance(signs, Feedback)
+    for block, fewer in ((128, 28), (1024, 31)):
+        of_block = replace(signs, quantizer=replace(signs.quantizer, block_size=block))
+        config = replace(bitdp, gradients=of_block, warmup=None)
+        sizes = ((1, 16), (16, 128), (128, 256))
+        convolutions = [nn.Conv2d(*size, 3, padding=1, bias=False) for size in sizes]
+        model, state = hooked(config, nn.Sequential(*convolutions))
+        lone = deepcopy(model.module)
+        lone(images).square().mean().backward()
+        exact = lone[0].weight.grad
+        dist.all_reduce(exact)
+        model(images).square().mean().backward()
+        stats = state.stats()
+        raw = 2 * (num_ranks - 1) * 4 * small // num_ranks
+        assert stats.stock_sent - raw > fewer * (stats.sent - raw), (stats.stock_sent, stats.sent)
+        first, *others = (convolution.weight.grad for convolution in model.module)
+        assert torch.allclose(first, exact / num_ranks)
+        for gradient in others:
+            magnitudes = gradient.reshape(num_ranks, -1, block).abs()
+            assert (magnitudes == magnitudes[..., :1]).all() and magnitudes.min() > 0
 
 
 def case_not_a_number_reaches_every_rank_and_leaves(rank: int) -> None:
