@@ -39,8 +39,10 @@ LAYERS = 2 * 7  # a Llama block has four matrices of attention and three of its 
             ["--fake-quantize", "4", "--steps", "9", "--fake-quantize-start", "10"],
             "--fake-quantize-start must be from 0 to --steps 9, got 10",
         ),
-        (["--fake-quantize", "4", "--precision", "bf16"], "does not go with --precision bf16"),
-        (["--fake-quantize", "4", "--model", "m", "--lora", "8"], "does not go with --lora"),
+        (
+            ["--fake-quantize", "4", "--model", "m", "--lora", "8"],
+            "does not go with --lora, whose base is frozen: give --lora a --model that was",
+        ),
         (["--fake-quantize", "4", "--fake-quantize-block", "33"], "a multiple of 32 up to"),
         (["--architecture", "gpt2", "--model", "m"], "--architecture is of the preset's model"),
     ],

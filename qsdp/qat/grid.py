@@ -1,6 +1,11 @@
 """Fake quantization of one weight, with its gradients. All arithmetic is in float32.
 
 Weights come as (groups, values): the values of a group share a step.
+
+Weights that arrive in another dtype, which is bfloat16 where FSDP2's mixed precision gathers them,
+are computed with in that dtype: the value is ``code * step`` in float32, rounded once. In bfloat16
+steps are numbers of bfloat16, too. So whoever multiplies an exported code by its exported step in
+bfloat16 has the weight that training computed with, bit for bit.
 """
 
 from __future__ import annotations
@@ -28,16 +33,45 @@ def codes_and_steps(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (groups, values) as integers in float32, and steps (groups, 1) float32.
 
-    Their product is the quantized weight, bit for bit. A group that holds a NaN or an infinity
-    becomes NaN with ``step="largest"``.
+    Their product in the dtype of ``groups`` is the quantized weight, bit for bit. A group that
+    holds a NaN or an infinity becomes NaN with ``step="largest"``.
 
     Args:
         log2_step: (groups,), of learned steps.
     """
-    groups = groups.float()
     if log2_step is not None:
-        steps = torch.exp2(log2_step.float())[:, None]
-        return (groups / steps).clamp(quantizer.lowest, quantizer.highest).round(), steps
+        steps = steps_in(log2_step, groups.dtype)
+        codes = (groups.float() / steps).clamp(quantizer.lowest, quantizer.highest).round()
+        return codes, steps
+    codes, steps = _on_the_largest(groups.float(), quantizer)
+    if groups.dtype == torch.float32:
+        return codes, steps
+    # What arrives may be on a grid already, because it travelled as codes. Its largest value was
+    # then rounded to this dtype, perhaps up, and gives the step above: with the step itself all
+    # values are points of the grid, and stay what they are.
+    below = _one_below(steps)
+    again = (groups.float() / below).round().clamp(quantizer.lowest, quantizer.highest)
+    there = ((again * below).to(groups.dtype) == groups).all(1, keepdim=True)
+    return torch.where(there, again, codes), torch.where(there, below, steps)
+
+
+def steps_in(log2_step: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(groups, 1) float32: learned steps, as numbers of the dtype that weights arrive in."""
+    steps = torch.exp2(log2_step.float())
+    if dtype != torch.float32:
+        steps = steps.clamp(min=torch.finfo(dtype).tiny).to(dtype).float()
+    return steps[:, None]
+
+
+def _one_below(steps: torch.Tensor) -> torch.Tensor:
+    """The next smaller numbers of bfloat16, of positive ones; steps of the format are in it."""
+    return (steps.to(torch.bfloat16).view(torch.int16) - 1).view(torch.bfloat16).float()
+
+
+def _on_the_largest(
+    groups: torch.Tensor, quantizer: FakeQuantizer
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and steps of :func:`codes_and_steps` for values in float32."""
     # The format's own arithmetic, so that the wire has the same bits. The format's block_size is
     # not used here: a block is what it is handed.
     form = quantizer.grid(32)
@@ -105,13 +139,13 @@ class _LearnedSteps(torch.autograd.Function):
         quantizer: FakeQuantizer = ctx.quantizer
         groups = groups_of(weight, quantizer).float()
         gradient = groups_of(gradients[0], quantizer).float()
-        steps = torch.exp2(log2_step.float())[:, None]
+        steps = steps_in(log2_step, weight.dtype)
         position = groups / steps
         inside = (position >= quantizer.lowest) & (position <= quantizer.highest)
         codes = position.clamp(quantizer.lowest, quantizer.highest).round()
         per_value = torch.where(inside, codes - position, codes)
         of_step = (gradient * per_value).sum(1) * gradient_scale(weight.numel(), quantizer)
-        of_step = of_step * (torch.exp2(log2_step.float()) * 0.6931471805599453)
+        of_step = of_step * (steps[:, 0] * 0.6931471805599453)
         of_weight = torch.where(inside, gradient, 0.0).reshape(weight.shape)
         return of_weight.to(weight.dtype), of_step.to(log2_step.dtype), None
 

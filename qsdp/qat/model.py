@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from qsdp.config import QSDPConfig
@@ -23,8 +23,12 @@ from qsdp.qat.grid import (
     not_yet,
 )
 from qsdp.qat.quantizer import FakeQuantizer
+from qsdp.qat.together import begin_alike, put, whole
 from qsdp.quantizer import BLOCK_MULTIPLE, MAX_BLOCK
 from qsdp.ways import Ways
+
+if TYPE_CHECKING:
+    from qsdp.local.sync import ReplicaSync
 
 # Layers whose first dimension is that of the output channels.
 LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -36,7 +40,8 @@ class CodedWeight(NamedTuple):
     """A weight as it is deployed: ``codes * steps``, with steps repeated over what shares them.
 
     ``codes`` is int8 in the weight's shape. ``steps`` is float32: (channels, 1), (1, 1), or
-    (rows, blocks of a row).
+    (rows, blocks of a row). Of weights in bfloat16 they are numbers of bfloat16, and the product,
+    rounded to bfloat16, is the weight.
     """
 
     codes: torch.Tensor
@@ -94,14 +99,23 @@ class FakeQuantization:
             return []
         return [grid.log2_step for _, _, grid in self._grids()]
 
-    def step(self) -> None:
+    def step(self, sync: ReplicaSync | None = None) -> None:
         """Count an optimizer step; call it after each. At ``start_step`` weights become quantized.
 
         The call at the switch is collective under FSDP2: steps are taken from the weights.
+
+        Args:
+            sync: of replicas that take steps of their own; call this after ``sync.step()``. They
+                switch with equal learned steps, those of their average; collective for all of them.
+                ValueError where it has counted other steps.
         """
         self._steps_taken += 1
         if self._steps_taken == self.quantizer.start_step:
-            self.initialize()
+            if sync is None or self.quantizer.step != "learned":
+                self.initialize()
+            else:
+                steps = {f"{name}.{_STEP}": grid.log2_step for name, _, grid in self._grids()}
+                begin_alike(sync, steps, self.initialize, self._steps_taken)
             self._set_active(True)
 
     @torch.no_grad()
@@ -118,9 +132,9 @@ class FakeQuantization:
             if isinstance(module, FSDPModule):
                 module.reshard()  # what is gathered would be thrown away
         for _, weight, grid in self._grids():
-            groups = groups_of(_whole(weight), self.quantizer)
+            groups = groups_of(whole(weight), self.quantizer)
             found = initial_log2_step(groups, self.quantizer)
-            _copy(found, grid.log2_step)
+            put(found, grid.log2_step)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -187,7 +201,7 @@ class FakeQuantization:
         for name, value in own.items():
             if name.endswith(f".{_STEP}") and name[: -len(_STEP) - 1] in self._layers:
                 continue
-            folded[self.plain_name(name)] = _whole(value) if state is None else value
+            folded[self.plain_name(name)] = whole(value) if state is None else value
         for name, weight, log2_step in self._states(state):
             codes, steps = codes_and_steps(
                 groups_of(weight, self.quantizer), self.quantizer, log2_step
@@ -204,8 +218,8 @@ class FakeQuantization:
         """``config``, with fake-quantized weights sent in their own bits and without any error.
 
         What every rank decodes is then bit for bit the fake-quantized weight, whatever the number
-        of ranks, and the forward pass changes nothing more about it. Gradients travel as ``config``
-        says. To be given to :func:`qsdp.apply_qsdp`, for weights in float32.
+        of ranks, and the forward pass changes nothing more about it, in float32 as in bfloat16.
+        Gradients travel as ``config`` says. To be given to :func:`qsdp.apply_qsdp`.
 
         Raises:
             ValueError: the fake quantizer's grid is none of the wire's, or weights are not
@@ -263,10 +277,10 @@ class FakeQuantization:
         learned = self.quantizer.step == "learned"
         own = self._model.state_dict() if state is None else state
         for name in self.names:
-            weight = _whole(own[f"{name}.{_ORIGINAL}"])
+            weight = whole(own[f"{name}.{_ORIGINAL}"])
             log2_step = None
             if learned and self.active:
-                log2_step = _whole(own[f"{name}.{_STEP}"])
+                log2_step = whole(own[f"{name}.{_STEP}"])
             elif learned:
                 log2_step = initial_log2_step(groups_of(weight, self.quantizer), self.quantizer)
             yield f"{name}.weight", weight, log2_step
@@ -291,8 +305,9 @@ def fake_quantize(
     learned steps are new parameters. Until ``start_step`` the model computes bit for bit what it
     did. All ranks must call it alike.
 
-    Where weights are gathered in bfloat16, steps and values are rounded to it as well; training
-    computes with ``handle.quantized_state_dict(qsdp.decoded_state_dict(model, full=True))`` then.
+    Where weights are gathered in bfloat16, the grid is that of the gathered weights, and its steps
+    and points are numbers of bfloat16; training computes with
+    ``handle.quantized_state_dict(qsdp.decoded_state_dict(model, full=True))`` then.
 
     Args:
         quantizer: the grid; default 7 bits with a learned step for each output channel.
@@ -383,17 +398,3 @@ def _check(model: nn.Module, name: str, layer: nn.Module, quantizer: FakeQuantiz
                 f"{name}.weight is also {other}: quantized it would no longer be the same; name "
                 f"{name} in keep"
             )
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _copy(whole: torch.Tensor, into: torch.Tensor) -> None:
-    """Copy a tensor that every rank has into one that may be sharded; moves nothing."""
-    if isinstance(into, DTensor):
-        mesh, placements = into.device_mesh, into.placements
-        placed = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        into.to_local().copy_(placed.to_local())
-    else:
-        into.copy_(whole)

@@ -268,11 +268,9 @@ class TrainConfig(ReplicaFlags):
             raise ValueError("--architecture is of the preset's model, and --model has its own")
         if bits is None and (start or self.fake_quantize_block is not None):
             raise ValueError("--fake-quantize-block and -start need --fake-quantize BITS")
-        if bits is not None and self.sync_every:
-            raise ValueError("--fake-quantize does not go with --sync-every: leave one of them out")
-        if bits is not None and (self.lora is not None or self.precision != "fp32"):
-            other = "--lora" if self.lora is not None else f"--precision {self.precision}"
-            raise ValueError(f"--fake-quantize does not go with {other}: leave one of them out")
+        if bits is not None and self.lora is not None:
+            raise ValueError("--fake-quantize does not go with --lora, whose base is frozen: give "
+                             "--lora a --model that was quantized before")  # fmt: skip
 
     def _require(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:

@@ -112,9 +112,10 @@ def write_quantized(
     shutil.copytree(float_folder, partial, ignore=shutil.ignore_patterns("*.safetensors*"))
     tensors = {name: value for path in weights for name, value in load_file(path).items()}
     for name, (codes, steps) in coded.items():
-        del tensors[name]
+        # Steps of bfloat16 weights are numbers of bfloat16, so nothing is rounded here.
+        dtype = tensors.pop(name).dtype
         tensors[f"{name}_packed"] = pack_codes(codes, fake.quantizer.bits)
-        tensors[f"{name}_scale"] = steps.contiguous()
+        tensors[f"{name}_scale"] = steps.to(dtype).contiguous()
         tensors[f"{name}_shape"] = torch.tensor(codes.shape)
     save_file(tensors, partial / _WEIGHTS, metadata={"format": "pt"})
     content = json.loads((partial / "config.json").read_text())

@@ -69,9 +69,11 @@ def continue_run(
         tokenizer=vocabulary_digest(data.tokenizer),
     )
     together(lambda: _require_frozen(path, saved, config))
+    afresh = False
     if fake is not None:
         fake.load_state_dict({"steps_taken": saved.step})
-        if fake.active and not steps_fit(saved.config, saved.step, config):
+        afresh = fake.active and not steps_fit(saved.config, saved.step, config)
+        if afresh:
             fake.initialize()
 
     def continue_data() -> None:
@@ -87,8 +89,10 @@ def continue_run(
     together(continue_data)
     # At the average of all replicas, which is where those that are new go on from.
     local = together(lambda: make_local(model, optimizer, mesh, config, saved.step))
-    own = same_replicas(saved.config, saved.num_ranks, config)
-    _resume_communication(path, saved, model, ranks, local, own, config)
+    # With learned steps that are new, replicas are new, too: their own are of the other grid.
+    own = same_replicas(saved.config, saved.num_ranks, config) and not afresh
+    between = remembers_sync(saved.config, config) and not afresh
+    _resume_communication(path, saved, model, ranks, local, own, between, config)
     if own:
         load_own(path, model, optimizer)
     if ranks.rank == 0:
@@ -122,15 +126,16 @@ def _resume_communication(
     ranks: Ranks,
     local: Local | None,
     own: bool,
+    between: bool,
     config: TrainConfig,
 ) -> None:
     """What communication remembered inside replicas, and between them.
 
     Args:
         own: whether each rank goes on as the one that it was.
+        between: whether synchronisations do.
     """
     inside = remembers_alike(saved.config, config) and (local is None or own)
-    between = local is not None and remembers_sync(saved.config, config)
     suffix = f".rank{ranks.rank}"
     fresh = {
         name: value

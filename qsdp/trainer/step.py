@@ -79,11 +79,11 @@ def take_step(
     norm_value = norm.full_tensor().item()
     optimizer.step()
     optimizer.zero_grad()
-    if fake is not None:
-        fake.step()
     shared[1] = float(stop_requested())
     synchronised = local is not None and local.sync.due(step)
     met = _share(shared, training, step)
+    if fake is not None:
+        fake.step(None if local is None else local.sync)
     mean_loss, stops = shared.tolist()
     step_s = time.perf_counter() - started
     comm = qsdp.comm_stats(model)
