@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import triton
@@ -27,7 +28,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from qsdp.kernels import triton_decode, triton_encode, triton_gpu, triton_maps, triton_update
+from qsdp.kernels import (
+    triton_changes,
+    triton_decode,
+    triton_encode,
+    triton_gpu,
+    triton_maps,
+    triton_update,
+)
 from qsdp.quantizer import Quantizer, uneven_levels
 from qsdp.wire import Segment, WireLayout, wire_layout
 
@@ -43,9 +51,12 @@ KERNELS = (
     triton_update.accumulate_kernel,
     triton_update.difference_kernel,
     triton_update.total_kernel,
+    triton_changes.encode_changes_kernel,
+    triton_changes.add_changes_kernel,
 )
 # Whose loads and stores of full runs are to be wide.
 ON_RUNS = ("encode_kernel", "decode_kernel", "decode_sum_kernel", "accumulate_kernel")
+ON_RUNS += ("encode_changes_kernel", "add_changes_kernel")
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)(.*)", re.M)
 MAX_SPILLS = 2  # ptxas may move a single number
@@ -56,7 +67,8 @@ SMALLEST = Quantizer(8, 1024, "dither", None, "symmetric", "bfloat16", "hadamard
 class Case(NamedTuple):
     """A segment's format and what else is sent; how many wide loads and stores kernels must have.
 
-    ``kept`` are weights that are remembered: they are accumulated, and have no maps of zeros.
+    ``kept`` is the format of what changes in the first one are added to, without maps of zeros; in
+    ``steps``, or else in one pass.
     """
 
     numel: int
@@ -64,24 +76,37 @@ class Case(NamedTuple):
     raw: int
     dtype: torch.dtype
     wide: int
-    kept: bool = False
+    kept: Quantizer | None = None
+    steps: bool = False
 
-    def layout(self) -> WireLayout:
-        segments = (Segment(self.numel, self.quantizer), Segment(self.raw))
-        return wire_layout(segments, self.dtype, zeros=not self.kept)
+    def layouts(self) -> tuple[WireLayout, WireLayout | None]:
+        raw = Segment(self.raw)
+        segments = (Segment(self.numel, self.quantizer), raw)
+        if self.kept is None:
+            return wire_layout(segments, self.dtype, zeros=True), None
+        kept = (Segment(self.numel, self.kept), raw)
+        layout, kept_layout = (
+            wire_layout(each, self.dtype, mark=True) for each in (segments, kept)
+        )
+        return layout, kept_layout
 
 
+NEAREST = Quantizer(8, 1024, "nearest")
+HALF_SCALES = Quantizer(8, 1024, "nearest", scale_dtype="bfloat16")
 CASES = (
-    Case(5000, Quantizer(8, 1024, "stochastic"), 64, torch.float32, 8, kept=True),
+    Case(5000, Quantizer(4, 1024, "nearest"), 64, torch.bfloat16, 4, kept=NEAREST),
     Case(5000, SMALLEST, 0, torch.float32, 8),
     Case(4096, Quantizer(4, 1024, "nearest", LEVELS), 40, torch.float16, 4),
     Case(2000, Quantizer(5, 96, "shift"), 0, torch.bfloat16, 4),
-    Case(2000, Quantizer(5, 96, "shift"), 0, torch.bfloat16, 4, kept=True),
-    Case(
-        *(5000, Quantizer(8, 1024, "nearest", scale_dtype="bfloat16"), 0, torch.bfloat16, 4),
-        kept=True,
-    ),
-    Case(5000, SMALLEST, 0, torch.float32, 8, kept=True),
+    Case(5000, Quantizer(8, 1024, "stochastic"), 64, torch.float32, 8, kept=NEAREST),
+    Case(2000, Quantizer(5, 96, "shift"), 0, torch.bfloat16, 4, kept=Quantizer(5, 96, "nearest")),
+    Case(5000, SMALLEST, 0, torch.bfloat16, 4, kept=HALF_SCALES),
+    Case(5000, SMALLEST, 0, torch.float32, 8, kept=SMALLEST),
+    Case(5000, Quantizer(4, 128), 0, torch.bfloat16, 4, kept=NEAREST),
+    Case(5000, Quantizer(3, 128), 0, torch.float32, 8, kept=Quantizer(6, 128, "nearest")),
+    Case(9000, Quantizer(2, 4096), 0, torch.bfloat16, 4, kept=Quantizer(6, 4096, "nearest")),
+    Case(9000, Quantizer(4, 2048), 0, torch.float32, 8, kept=HALF_SCALES, steps=True),
+    Case(2000, Quantizer(5, 2048), 0, torch.bfloat16, 4, Quantizer(5, 96, "shift"), steps=True),
     Case(9000, Quantizer(2, 8192, "dither"), 0, torch.float32, 8),
 )
 # What the presets send, by their names: weights in bfloat16, gradients in float32.
@@ -92,6 +117,12 @@ PRESETS = {
         Quantizer(4, 128, "dither", scale_dtype="bfloat16", transform="hadamard"),
         torch.float32,
     ),
+}
+# Changes, of weights in bfloat16, and what they are added to; blocks of one warp.
+CHANGES = {
+    "4 bits to 8": (Quantizer(4, rounding="nearest"), NEAREST),
+    "4 bits to 8, blocks of 128": (Quantizer(4, 128, "nearest"), Quantizer(8, 128, "nearest")),
+    "4 bits to 6, blocks of 128": (Quantizer(4, 128, "nearest"), Quantizer(6, 128, "nearest")),
 }
 
 
@@ -127,23 +158,29 @@ def collect_instead_of_launching(compiled: list[Any]) -> None:
         kernel.run = run
 
 
-def call_all(layout: WireLayout, num_rows: int, key: int) -> None:
+def call_all(layout: WireLayout, kept_layout: WireLayout | None, num_rows: int, key: int) -> None:
     values = torch.zeros(num_rows, layout.numel, dtype=layout.dtype)
     wire = torch.zeros(num_rows, layout.row_bytes, dtype=torch.uint8)
     triton_gpu.encode(values, layout, wire, key=key, first_row=num_rows)
     triton_gpu.decode(wire, layout, values)
     triton_gpu.decode_sum(wire, layout, values[0], divide=3.0)
-    if not layout.zero_maps:
-        triton_gpu.accumulate(values, layout, wire)
-        stats = torch.zeros(len(layout.spans), 4, dtype=torch.float64)
-        triton_gpu.difference(values[0], layout, wire[0], values[0], stats)
+    if kept_layout is not None:
+        call_changes(layout, kept_layout, num_rows, key)
 
 
-def warm_up(layout: WireLayout, num_rows: int) -> None:
+def call_changes(layout: WireLayout, kept_layout: WireLayout, num_rows: int, key: int) -> None:
+    values = torch.zeros(num_rows, layout.numel, dtype=layout.dtype)
+    wire = torch.zeros(num_rows, layout.row_bytes, dtype=torch.uint8)
+    kept = torch.zeros(num_rows, kept_layout.row_bytes, dtype=torch.uint8)
+    stats = torch.zeros(len(layout.spans), 4, dtype=torch.float64)
+    change = (values[0], layout, wire[0], kept[0], kept_layout, stats)
+    triton_gpu.encode_changes(*change, key=key, first_row=num_rows, sender=num_rows)
+    triton_gpu.add_changes(wire, layout, kept, kept_layout, values, first_sender=num_rows)
+
+
+def warm_up(layout: WireLayout, kept_layout: WireLayout | None, num_rows: int) -> None:
     triton_gpu.warm_up(
-        *(layout, num_rows, layout.dtype, torch.device("cpu")),
-        divide=3.0,
-        kept=None if layout.zero_maps else layout,
+        *(layout, num_rows, layout.dtype, torch.device("cpu")), divide=3.0, kept=kept_layout
     )
 
 
@@ -194,7 +231,7 @@ def full_path(code: list[tuple[int, str, str, str]]) -> int:
             ways.append((0, 0))
         wide, minus = max(ways, default=(-1, 0))
         best[index] = (
-            wide + bool(re.search(r"\.(?:128|256)", name)) if wide >= 0 else -1,
+            wide + bool(re.search(r"^(?:LD|ST)G.*\.(?:128|256)", name)) if wide >= 0 else -1,
             minus - 1,
         )
     return -best[0][1]
@@ -248,14 +285,14 @@ def check(
     """``division`` None: not for NVIDIA. Returns how many kernels have faults."""
     bad = 0
     for case in cases:
-        layout = case.layout()
+        layouts = case.layouts()
         compiled.clear()
-        warm_up(layout, 2)
+        warm_up(*layouts, 2)
         warm = {kernel.hash for kernel in compiled}
         compiled.clear()
-        call_all(layout, 2, key=7)
+        call_all(*layouts, 2, key=7)
         first = list(compiled)
-        call_all(layout, 4, key=2**64 - 1)
+        call_all(*layouts, 4, key=2**64 - 1)
         for kernel in first:
             rocm = division is None
             found = rocm_faults(kernel) if rocm else faults(kernel, case.wide, division)
@@ -264,6 +301,10 @@ def check(
         if {kernel.hash for kernel in compiled} != {kernel.hash for kernel in first}:
             print("compiled anew for another key or number of rows")
             bad += 1
+        names = {kernel.metadata.name for kernel in first}
+        if case.kept and case.steps == ("add_changes_kernel" in names):
+            print(f"not {'in steps' if case.steps else 'in one pass'}: {case}")
+            bad += 1
         if {kernel.hash for kernel in compiled} - warm:
             print("not compiled by warm_up")
             bad += 1
@@ -271,16 +312,34 @@ def check(
 
 
 def print_costs(title: str, compiled: list[Any]) -> None:
-    """Machine instructions for 1,024 values, which a warp handles."""
+    """Machine instructions for 1,024 values: of a run, times its warps."""
+
+    def show(name: str, kinds: Sequence[str]) -> None:
+        for kernel in compiled:
+            kind = kernel.metadata.name
+            if kind in kinds:
+                cost = full_path(instructions(kernel.asm["cubin"])) * kernel.metadata.num_warps
+                print(f"{title} {name} {kind}: {cost} instructions")
+
     for name, (quantizer, dtype) in PRESETS.items():
         zeros = name.startswith("g")
         layout = wire_layout((Segment(1 << 16, quantizer),), dtype, zeros=zeros)
         compiled.clear()
-        call_all(layout, 2, key=7)
-        for kernel in compiled:
-            code = instructions(kernel.asm["cubin"])
-            if kernel.metadata.name in ("encode_kernel", "decode_kernel", "accumulate_kernel"):
-                print(f"{title} {name} {kernel.metadata.name}: {full_path(code)} instructions")
+        call_all(layout, None, 2, key=7)
+        show(name, ("encode_kernel", "decode_kernel"))
+    for name, (quantizer, kept) in CHANGES.items():
+        layout, kept_layout = (
+            wire_layout((Segment(1 << 16, each),), torch.bfloat16, mark=True)
+            for each in (quantizer, kept)
+        )
+        for steps in (False, True):
+            compiled.clear()
+            with mock.patch.object(
+                *(triton_gpu, "pair_plan_for"),
+                (lambda *_: None) if steps else triton_gpu.pair_plan_for,
+            ):
+                call_changes(layout, kept_layout, 2, key=7)
+            show(f"{name}{', in steps' * steps}", [kernel.metadata.name for kernel in compiled])
 
 
 def main() -> int:

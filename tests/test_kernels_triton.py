@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from qsdp.kernels import reference
 from qsdp.kernels.compare import (
     KEY,
     PLAIN,
+    change_mismatches,
     compare,
     dtype_name,
     example_values,
@@ -184,9 +187,146 @@ def test_formats_mix_in_one_layout(dtype: torch.dtype) -> None:
     assert_equal(layout, 3)
 
 
+def of_changes(
+    change: Quantizer | None, kept: Quantizer | None, numel: int = 700
+) -> tuple[WireLayout, WireLayout]:
+    """Layouts of two segments in these formats, with full precision and nothing between them."""
+    layouts = []
+    for form in (change, kept):
+        segments = (Segment(numel, form), Segment(77), Segment(0, form), Segment(97, form))
+        layouts.append(wire_layout(segments, FLOAT32, checksum=form is change, mark=True))
+    return layouts[0], layouts[1]
+
+
+def in_one_pass(layout: WireLayout, kept_layout: WireLayout) -> bool:
+    return triton_plan.pair_plan_for(layout, kept_layout, DEVICE) is not None
+
+
+PLAIN_KEPT = Quantizer(8, rounding="nearest")
+ROTATED = Quantizer(4, 128, "dither", scale_dtype="bfloat16", transform="hadamard")
+SIGNS = Quantizer(1, 128, "nearest", scaling="mean", scale_dtype="bfloat16")
+# Changes, and what they are added to: widths with all planes, roundings, scalings, block sizes.
+CHANGES = [
+    (Quantizer(2, rounding="nearest"), PLAIN_KEPT),
+    (Quantizer(3, 128, "nearest"), Quantizer(6, 128, "nearest")),
+    (Quantizer(4, 32, "shift"), Quantizer(5, 32, "nearest", scaling="symmetric")),
+    (Quantizer(8, 96, "stochastic"), Quantizer(4, 96, "nearest", uneven_levels(4))),
+    (Quantizer(5, 96, "dither"), Quantizer(5, 96, "dither", transform="hadamard")),
+    (ROTATED, PLAIN_KEPT),
+    (SIGNS, Quantizer(6, 64, "nearest", scale_dtype="bfloat16")),
+    (Quantizer(4, 2048, "nearest", uneven_levels(4)), with_bits(PLAIN_KEPT, 7, 2048)),
+    (replace(ROTATED, bits=8, block_size=4096), with_bits(PLAIN_KEPT, 8, 4096)),
+]
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("change, kept", CHANGES, ids=lambda form: f"{name(form)}")
+def test_changes_in_one_pass(change: Quantizer, kept: Quantizer, dtype: torch.dtype) -> None:
+    """Bytes, values and counts are those of the reference, of two rows whose senders differ:
+    special values, short last blocks, full precision, blocks to which zeros are added.
+    """
+    layouts = of_changes(change, kept, 700 if change.block_size <= 1024 else 5000)
+    layout, kept_layout = (wire_layout(a.segments, dtype, mark=True) for a in layouts)
+    assert in_one_pass(layout, kept_layout)
+    values = example_values(2, layout.numel, dtype)
+    assert change_mismatches(triton_gpu, layout, kept_layout, values, DEVICE) == []
+
+
+def test_formats_of_changes_and_of_what_is_kept_mix() -> None:
+    """A launch for each pair of formats; rows are read and written with gaps between them."""
+    four, small, eight = Quantizer(4), Quantizer(3, 64, "shift"), PLAIN_KEPT
+    segments = ((1500, four), (40, None), (300, small), (0, four), (65, four), (300, small))
+    layout, kept_layout = (
+        wire_layout(tuple(Segment(n, form) for n, form in parts), BFLOAT16, mark=True)
+        for parts in (segments, [(n, form and eight) for n, form in segments])
+    )
+    plan = triton_plan.pair_plan_for(layout, kept_layout, DEVICE)
+    assert plan is not None and [pair.changes.num_raw for pair in plan.pairs] == [1, 0]
+    values = example_values(3, layout.numel, BFLOAT16)
+    assert change_mismatches(triton_gpu, layout, kept_layout, values, DEVICE) == []
+
+
+def test_idle_blocks_keep_their_bytes() -> None:
+    """Whatever lies there, and whether or not encoding it again would give the same."""
+    layout, kept_layout = of_changes(Quantizer(4, 64, "nearest"), Quantizer(6, 64, "nearest"))
+    values = torch.randn(2, layout.numel, generator=torch.Generator().manual_seed(0))
+    kept, wire = (
+        noise(torch.empty(2, kept_layout.row_bytes), torch.uint8),
+        noise(torch.empty(2, layout.row_bytes), torch.uint8),
+    )
+    triton_gpu.encode(values.to(DEVICE), kept_layout, kept, key=0)
+    changes = values.to(DEVICE, copy=True) * 0.1
+    changes[:, :640] *= 0.0  # ten blocks of the first segment
+    triton_gpu.encode(changes, layout, wire, key=1)
+    before, out = kept.clone(), noise(values)
+    triton_gpu.add_changes(wire, layout, kept, kept_layout, out)
+    span = kept_layout.spans[0]
+    assert torch.equal(
+        kept_layout.codes(kept, span)[:, :480], kept_layout.codes(before, span)[:, :480]
+    )
+    meta, meta_before = (kept_layout.meta(rows, span) for rows in (kept, before))
+    assert torch.equal(meta[:, :10], meta_before[:, :10])
+    assert not torch.equal(meta[:, 10:], meta_before[:, 10:])
+
+
+@pytest.mark.parametrize(
+    "change, kept, expected",
+    [
+        (Quantizer(4), PLAIN_KEPT, True),  # the presets' of 4 bits and less
+        (Quantizer(4, 128), with_bits(PLAIN_KEPT, 6, 128), True),
+        (Quantizer(4, 128), PLAIN_KEPT, True),  # the same 1024 values a program
+        (Quantizer(4, 4096), with_bits(PLAIN_KEPT, 8, 4096), True),
+        (Quantizer(4, 2048), PLAIN_KEPT, False),  # of other values a program
+        (Quantizer(4, 192), with_bits(PLAIN_KEPT, 8, 96), False),  # in other lanes
+        (Quantizer(4, 8192), with_bits(PLAIN_KEPT, 8, 8192), False),  # larger than a tile
+        (Quantizer(4), None, False),  # kept as it is gathered
+        (None, PLAIN_KEPT, False),
+        (None, None, True),
+        (Quantizer(4), replace(PLAIN_KEPT, scaling="l2"), False),  # which has no kernel
+    ],
+)
+def test_which_changes_take_one_pass(
+    change: Quantizer | None, kept: Quantizer | None, expected: bool
+) -> None:
+    """Not where changes have maps of zeros either."""
+    layout, kept_layout = of_changes(change, kept)
+    assert in_one_pass(layout, kept_layout) == expected
+    assert triton_plan.pair_plan_for(layout, kept_layout, DEVICE) is triton_plan.pair_plan_for(
+        layout, kept_layout, DEVICE
+    )
+    if change is not None:
+        zeros = wire_layout(layout.segments, FLOAT32, zeros=True)
+        assert any(zeros.zero_maps) and not in_one_pass(zeros, kept_layout)
+
+
+def test_one_pass_takes_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it needs no memory for changes; where layouts differ too much, there are steps."""
+
+    def fail(*args: object) -> None:
+        raise AssertionError("a step of its own")
+
+    for step in ("encode_rows", "decode_rows", "accumulate_rows", "subtract_row"):
+        monkeypatch.setattr(triton_gpu, step, fail)
+    for change, steps in ((Quantizer(4), False), (Quantizer(4, 2048), True)):
+        layout, kept_layout = of_changes(change, PLAIN_KEPT, 100)
+        wire = torch.zeros(1, layout.row_bytes, dtype=torch.uint8, device=DEVICE)
+        kept = torch.zeros(1, kept_layout.row_bytes, dtype=torch.uint8, device=DEVICE)
+        values = torch.zeros(1, layout.numel, device=DEVICE)
+        stats = torch.zeros(4, 4, dtype=torch.float64, device=DEVICE)
+        sender = (values[0], layout, wire[0], kept[0], kept_layout, stats)
+        with pytest.raises(AssertionError, match="a step") if steps else nullcontext():
+            triton_gpu.encode_changes(*sender, key=0)
+        with pytest.raises(AssertionError, match="a step") if steps else nullcontext():
+            triton_gpu.add_changes(wire, layout, kept, kept_layout, values)
+
+
 @pytest.mark.parametrize("segments", [(Segment(1), Segment(2049)), (Segment(0),), ()])
 def test_nothing_to_quantize(segments: tuple[Segment, ...]) -> None:
-    assert_equal(wire_layout(segments, FLOAT32))
+    for mark in (False, True):  # which is cleared, whatever there is to encode
+        assert_equal(wire_layout(segments, FLOAT32, mark=mark))
+    layout = wire_layout(segments, FLOAT32, mark=True)
+    values = example_values(2, layout.numel, FLOAT32)
+    assert change_mismatches(triton_gpu, layout, layout, values, DEVICE) == []
 
 
 @pytest.mark.parametrize("form", [Quantizer(4, 64, "dither"), Quantizer(3, 96, "stochastic")])

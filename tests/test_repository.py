@@ -64,7 +64,7 @@ NOT_PRIVATE = {"_asdict", "_replace", "_make", "_fields", "_field_defaults", "_n
 
 MAX_LINES = 400
 MAX_FUNCTION_LINES = 60
-MAX_CORE_LINES = 7700  # 1,500 of them Triton, 350 the bridge to C++
+MAX_CORE_LINES = 8150  # 2,100 of them Triton, 350 the bridge to C++
 
 
 def name_of(path: Path) -> str:

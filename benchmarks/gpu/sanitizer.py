@@ -1,4 +1,4 @@
-"""Part 6: compute-sanitizer and Nsight Compute on the four kernels that presets run most.
+"""Part 6: compute-sanitizer and Nsight Compute on the six kernels that presets run most.
 
     python -m benchmarks.gpu.sanitizer [--tools memcheck racecheck ncu]
     python -m benchmarks.gpu.sanitizer --kernels MIB      the kernels alone, each once
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.options import parser_of
-from qsdp import QSDPConfig
+from qsdp import Differences, QSDPConfig
 from qsdp.kernels import backend_for
 from qsdp.kernels.compare import KEY
 from qsdp.wire import Segment, wire_layout
@@ -52,7 +52,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_kernels(mib: float, device: torch.device) -> None:
-    """Encode w8 and g4, decode w8, decode and sum g8: once each, rows with short last blocks."""
+    """Encode w8 and g4, decode w8, decode and sum g8, encode and add the changes of w4: once each,
+    rows with short last blocks.
+    """
     backend = backend_for(device)
     eight, four = QSDPConfig.preset("w8g8"), QSDPConfig.preset("w4g4")
     numel = int(mib * 2**20) // 4 + 333
@@ -67,6 +69,19 @@ def run_kernels(mib: float, device: torch.device) -> None:
     backend.encode(values, g4, g4_wire, key=KEY)
     backend.decode(w8_wire, w8, values)
     backend.decode_sum(g8_wire, g8, values[0], divide=4.0)
+    differences = four.weights
+    assert isinstance(differences, Differences)
+    changes, kept = (
+        wire_layout((Segment(numel - 77, form), Segment(77)), torch.float32, mark=True)
+        for form in (differences.quantizer, differences.kept)
+    )
+    wire, rows = (
+        torch.zeros(4, layout.row_bytes, dtype=torch.uint8, device=device)
+        for layout in (changes, kept)
+    )
+    stats = torch.zeros(2, 4, dtype=torch.float64, device=device)
+    backend.encode_changes(values[1], changes, wire[0], rows[0], kept, stats, key=KEY)
+    backend.add_changes(wire, changes, rows, kept, values)
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -80,7 +95,7 @@ def _run_tool(tool: str, timeout: float) -> int:
         return 0
     if tool == PROFILER:
         # Clocks stay as they are. Kernels of ours only, not those that make the inputs.
-        command = [program, "--clock-control", "none", "-k", "regex:encode|decode"]
+        command = [program, "--clock-control", "none", "-k", "regex:encode|decode|add_changes"]
         command += [part for section in SECTIONS for part in ("--section", section)]
         mib, environment = LARGE_MIB, {}
     else:

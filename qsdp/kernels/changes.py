@@ -1,8 +1,8 @@
 """Changes of remembered rows, step by step: what a backend does without a kernel of its own for it.
 
 The sender encodes what its values differ by from what everybody keeps of them; all add what arrives
-to what they keep. The reference and Triton are made of these steps; cpu.cpp does the same in one
-pass over memory, and gives the same bytes.
+to what they keep. The reference is made of these steps; cpu.cpp does the same in one pass over
+memory, and so does Triton where the two layouts allow it, and both give the same bytes.
 
 There are two layouts of the same segments: ``layout`` of the changes, which travel, and
 ``kept_layout`` of what is kept. A segment that is kept in full precision is taken as it is: nothing

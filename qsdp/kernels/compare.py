@@ -80,7 +80,7 @@ def mismatches(
         found += _decode_mismatches(backend, layout, wire, dtype, factors, device)
     plain = wire_layout(layout.segments, layout.dtype)  # changes need no maps of zeros
     for travels, kept in change_layouts(plain):
-        found += _change_mismatches(backend, travels, kept, values, device)
+        found += change_mismatches(backend, travels, kept, values, device)
     return found
 
 
@@ -157,7 +157,7 @@ def _decode_mismatches(
     return found
 
 
-def _change_mismatches(
+def change_mismatches(
     backend: Backend,
     layout: WireLayout,
     kept_layout: WireLayout,

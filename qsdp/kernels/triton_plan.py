@@ -13,14 +13,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from qsdp.kernels.blocks import level_thresholds
 from qsdp.quantizer import Quantizer
-from qsdp.wire import ZERO_GROUP, Span, WireLayout, code_bytes
+from qsdp.wire import ZERO_GROUP, Segment, Span, WireLayout, code_bytes
 
 WARP_VALUES = 1024  # 32 a thread, 16 where a warp has 64
 MAX_TILE = 4096  # larger blocks are read twice
@@ -132,9 +132,39 @@ class Plan:
         return replace(self, launches=idle, maps=maps, num_spans=0)
 
 
-# By identity: hashing a layout costs more than launching. A plan keeps its layout alive, so an id
+class Pair(NamedTuple):
+    """Two launches of the same programs, for changes and for what is kept, that become one.
+
+    With the options of kernels that decode what is kept and encode changes, and that decode changes
+    and encode what is kept.
+    """
+
+    changes: Launch
+    kept: Launch
+    encode_options: dict[str, Any]
+    add_options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PairPlan:
+    """All launches for a layout of changes and one of what is kept: see :func:`pair_plan_for`."""
+
+    layouts: tuple[WireLayout, WireLayout]
+    pairs: tuple[Pair, ...]
+    partials: torch.Tensor
+    num_partials: int
+    num_spans: int
+
+    def without_programs(self) -> PairPlan:
+        """As :meth:`Plan.without_programs`."""
+        idle = (p._replace(changes=replace(p.changes, num_programs=0)) for p in self.pairs)
+        return replace(self, pairs=tuple(idle), num_spans=0)
+
+
+# By identity: hashing a layout costs more than launching. A plan keeps its layouts alive, so an id
 # is not used again while it is in here.
 _plans: dict[tuple[int, torch.device], Plan] = {}
+_pair_plans: dict[tuple[int, int, torch.device], tuple[Any, PairPlan | None]] = {}
 
 
 def plan_for(layout: WireLayout, device: torch.device) -> Plan:
@@ -148,32 +178,97 @@ def plan_for(layout: WireLayout, device: torch.device) -> Plan:
 
 
 def _plan(layout: WireLayout, device: torch.device) -> Plan:
-    formats: dict[Format, list[int]] = {}
-    raw = []
-    for index, segment in enumerate(layout.segments):
-        if segment.numel and segment.quantizer is None:
-            raw.append(index)
-        elif segment.numel:
-            formats.setdefault(format_of(segment.format), []).append(index)
-    if raw and not formats:
-        formats[format_of(Quantizer())] = []
-    launches: list[Launch] = []
-    partials, num_partials = [[0, 0]] * len(layout.spans), 0
-    for format_, indices in formats.items():
-        launch, counts = _launch(layout, format_, raw, indices, num_partials, device)
-        for index, count in zip((*raw, *indices), counts, strict=True):
-            partials[index] = [num_partials, count * format_.tiles]
-            num_partials += count * format_.tiles
-        launches.append(launch)
-        raw = []
+    launches, partials, num_partials = _launches((layout,), device)
     return Plan(
         layout,
-        tuple(launches),
+        tuple(launch for (launch,) in launches),
         _maps(layout, device),
-        torch.tensor(partials, dtype=torch.int64).to(device),
+        partials,
         num_partials,
         len(layout.spans),
     )
+
+
+def pair_plan_for(
+    layout: WireLayout, kept_layout: WireLayout, device: torch.device
+) -> PairPlan | None:
+    """The plan for changes of ``layout`` to what is kept in ``kept_layout``, made once; None if
+    some of them cannot be encoded and added in one pass: see :func:`in_one_pass`.
+    """
+    key = id(layout), id(kept_layout), device
+    layouts = layout, kept_layout
+    if key not in _pair_plans:
+        if len(_pair_plans) >= _MAX_PLANS:
+            _pair_plans.clear()
+        fits = all(map(in_one_pass, layout.segments, kept_layout.segments))
+        plan = _pair_plan(layouts, device) if fits and not any(layout.zero_maps) else None
+        _pair_plans[key] = layouts, plan
+    return _pair_plans[key][1]
+
+
+def in_one_pass(segment: Segment, kept: Segment) -> bool:
+    """Whether changes of a segment are encoded from what is kept of it, and added to it, while they
+    are in registers: if runs of both are the same values in the same lanes.
+
+    They are if blocks are of one size, or all sizes are powers of two up to ``WARP_VALUES``, and no
+    block is larger than ``MAX_TILE``. What is in full precision has to be so in both.
+    """
+    quantizers = segment.quantizer, kept.quantizer
+    if None in quantizers or not segment.numel:
+        return not segment.numel or quantizers == (None, None)
+    one, other = (format_of(each.format) for each in (segment, kept))
+    size, lanes = one.quantizer.block_size, one.blocks * one.tile
+    return (
+        one.tiles == other.tiles == 1
+        and (one.run, lanes) == (other.run, other.blocks * other.tile)
+        and (size == other.quantizer.block_size or one.run == lanes)
+        and "l2" not in (one.quantizer.scaling, other.quantizer.scaling)
+    )
+
+
+def _pair_plan(layouts: tuple[WireLayout, WireLayout], device: torch.device) -> PairPlan:
+    launches, partials, num_partials = _launches(layouts, device)
+    pairs = []
+    for changes, kept in launches:
+        formats = changes.encode_options["FORMAT"], kept.encode_options["FORMAT"]
+        # Drawn bits leave no registers for the rest.
+        drawn = any(format_.quantizer.rounding == "dither" for format_ in formats)
+        num_warps = changes.encode_options["num_warps"] * (1 + drawn)
+        options = {"num_warps": num_warps, "enable_fp_fusion": False}
+        encode = {"CHANGE": formats[0], "FORMAT": decode_format(formats[1]), **options}
+        add = {"CHANGE": decode_format(formats[0]), "FORMAT": formats[1], **options}
+        pairs.append(Pair(changes, kept, encode, add))
+    return PairPlan(layouts, tuple(pairs), partials, num_partials, len(layouts[0].spans))
+
+
+def _launches(
+    layouts: tuple[WireLayout, ...], device: torch.device
+) -> tuple[list[tuple[Launch, ...]], torch.Tensor, int]:
+    """Launches for layouts of the same segments, a tuple for each combination of formats; where
+    partial sums of each segment are, (number of segments, 2); and how many there are.
+    """
+    groups: dict[tuple[Format, ...], list[int]] = {}
+    raw: list[int] = []
+    for index, segments in enumerate(zip(*(layout.segments for layout in layouts), strict=True)):
+        if segments[0].numel and segments[0].quantizer is None:
+            raw.append(index)
+        elif segments[0].numel:
+            groups.setdefault(tuple(format_of(s.format) for s in segments), []).append(index)
+    if raw and not groups:
+        groups[(format_of(Quantizer()),) * len(layouts)] = []
+    launches: list[tuple[Launch, ...]] = []
+    partials, num_partials = [[0, 0]] * len(layouts[0].spans), 0
+    for formats, indices in groups.items():
+        made = [
+            _launch(layout, format_, raw, indices, num_partials, device)
+            for layout, format_ in zip(layouts, formats, strict=True)
+        ]
+        for index, count in zip((*raw, *indices), made[0][1], strict=True):
+            partials[index] = [num_partials, count * formats[0].tiles]
+            num_partials += count * formats[0].tiles
+        launches.append(tuple(launch for launch, _ in made))
+        raw = []
+    return launches, torch.tensor(partials, dtype=torch.int64).to(device), num_partials
 
 
 @lru_cache(maxsize=1024)

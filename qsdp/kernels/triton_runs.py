@@ -134,11 +134,8 @@ def load_tile_words(source, numel, start, FORMAT: tl.constexpr, MASKED: tl.const
         at, mask = tile_places(numel, start, FORMAT)
         return load_words(source + at, mask, MASKED)
     else:
-        BLOCKS: tl.constexpr = FORMAT.blocks
-        TILE: tl.constexpr = FORMAT.tile
         at, mask = spread_places(numel, source.dtype.element_ty, FORMAT)
-        words = load_words(source + at, mask, MASKED)
-        return tl.reshape(tl.permute(words, (1, 0, 2)), (BLOCKS, TILE))
+        return joined(load_words(source + at, mask, MASKED))
 
 
 @triton.jit
@@ -148,8 +145,22 @@ def store_tile_words(out, words, numel, start, FORMAT: tl.constexpr, MASKED: tl.
         store_words(out + at, words, mask, MASKED)
     else:
         at, mask = spread_places(numel, out.dtype.element_ty, FORMAT)
-        pieces = tl.reshape(words, (at.shape[1], at.shape[0], at.shape[2]))
-        store_words(out + at, tl.permute(pieces, (1, 0, 2)), mask, MASKED)
+        store_words(out + at, in_pieces(words, at), mask, MASKED)
+
+
+@triton.jit
+def in_pieces(x, places):
+    """(blocks, tile) in the shape of :func:`spread_places`."""
+    pieces = tl.reshape(x, (places.shape[1], places.shape[0], places.shape[2]))
+    return tl.permute(pieces, (1, 0, 2))
+
+
+@triton.jit
+def joined(pieces):
+    """The inverse of :func:`in_pieces`."""
+    BLOCKS: tl.constexpr = pieces.shape[1]
+    TILE: tl.constexpr = pieces.shape[0] * pieces.shape[2]
+    return tl.reshape(tl.permute(pieces, (1, 0, 2)), (BLOCKS, TILE))
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-"""Device code of the Triton backend: what remembered weights are updated with.
+"""Device code of the Triton backend: what remembered weights are updated with, step by step.
 
 ``accumulate`` decodes, adds, encodes and decodes again in registers; ``difference`` subtracts and
-counts in one pass.
+counts in one pass. :mod:`qsdp.kernels.triton_changes` uses their parts to do without the steps.
 
 [Note: partial sums] Programs finish in any order, so each writes its own partial sums, and a second
 kernel adds those of a segment in their order: the same result every time, without atomics.
@@ -105,34 +105,41 @@ def accumulate_kernel(
         draws = draw_place(span, index, row_number().to(tl.uint32), zero.to(tl.uint32), FORMAT)
         place = decode_place(span, index, row_number(), FORMAT)
         if count == FORMAT.blocks * FORMAT.quantizer.block_size:
-            _accumulate_run(
-                source, codes, meta, thresholds + level_at, levels + level_at, count, draws, place,
-                BF16, FORMAT, True,
+            accumulate_run(
+                source, None, codes, meta, thresholds + level_at, levels + level_at, count,
+                draws, place, BF16, None, FORMAT, True,
             )  # fmt: skip
         else:
-            _accumulate_run(
-                source, codes, meta, thresholds + level_at, levels + level_at, count, draws, place,
-                BF16, FORMAT, False,
+            accumulate_run(
+                source, None, codes, meta, thresholds + level_at, levels + level_at, count,
+                draws, place, BF16, None, FORMAT, False,
             )  # fmt: skip
 
 
 @triton.jit
-def _accumulate_run(
-    source, codes, meta, thresholds, levels, count, draws, place,
-    BF16: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
+def accumulate_run(
+    source, change, codes, meta, thresholds, levels, count, draws, place,
+    BF16: tl.constexpr, CHANGE: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
+    """Add to a run of what is kept, keep the sums, and decode them to ``source``.
+
+    What is added is there already; or, if ``CHANGE`` is a format, whose blocks fit in one tile, it
+    is decoded from ``change``: pointers to the run's codes, scales and levels, and its place.
+    """
     BLOCK_SIZE: tl.constexpr = FORMAT.quantizer.block_size
     TILE: tl.constexpr = FORMAT.tile
     MASKED: tl.constexpr = (not FULL) or BLOCK_SIZE % TILE != 0
     numel = block_numel(count, FORMAT, FULL)
 
     old_meta = load_meta(meta, count, FORMAT, FULL)
-    x, old, added = _added(source, codes, old_meta, levels, count, 0, place, BF16, FORMAT, FULL)
+    x, old, added = _added(
+        source, change, codes, old_meta, levels, count, 0, place, BF16, CHANGE, FORMAT, FULL
+    )
     x = rotated(x, numel, 0, FORMAT, MASKED)
     lo, hi, content, magnitude = extremes(x, numel, 0, MASKED)
     for start in range(TILE, BLOCK_SIZE, TILE):
         x, old, added_ = _added(
-            source, codes, old_meta, levels, count, start, place, BF16, FORMAT, FULL
+            source, change, codes, old_meta, levels, count, start, place, BF16, CHANGE, FORMAT, FULL
         )
         x = rotated(x, numel, start, FORMAT, MASKED)
         lo_, hi_, content_, magnitude_ = extremes(x, numel, start, MASKED)
@@ -147,7 +154,18 @@ def _accumulate_run(
         for start in range(0, BLOCK_SIZE, TILE):
             if TILE < BLOCK_SIZE:
                 x, old, added_ = _added(
-                    source, codes, old_meta, levels, count, start, place, BF16, FORMAT, FULL
+                    source,
+                    change,
+                    codes,
+                    old_meta,
+                    levels,
+                    count,
+                    start,
+                    place,
+                    BF16,
+                    CHANGE,
+                    FORMAT,
+                    FULL,
                 )
                 x = rotated(x, numel, start, FORMAT, MASKED)
             total += sum_magnitudes(x, magnitude)
@@ -163,7 +181,18 @@ def _accumulate_run(
     for start in range(0, BLOCK_SIZE, TILE):
         if TILE < BLOCK_SIZE:  # a block that did not stay in registers
             x, old, added_ = _added(
-                source, codes, old_meta, levels, count, start, place, BF16, FORMAT, FULL
+                source,
+                change,
+                codes,
+                old_meta,
+                levels,
+                count,
+                start,
+                place,
+                BF16,
+                CHANGE,
+                FORMAT,
+                FULL,
             )
             x = rotated(x, numel, start, FORMAT, MASKED)
             tl.debug_barrier()
@@ -177,8 +206,8 @@ def _accumulate_run(
 
 @triton.jit
 def _added(
-    source, codes, old_meta, levels, count, start, place,
-    BF16: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
+    source, change, codes, old_meta, levels, count, start, place,
+    BF16: tl.constexpr, CHANGE: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """A tile's values plus what is kept of it, as the dtype rounds them, float32; what is kept as
     it lies on the wire; and, for every block, whether a value is not zero, 0 or 1.
@@ -186,26 +215,51 @@ def _added(
     MASKED: tl.constexpr = (not FULL) or FORMAT.quantizer.block_size % FORMAT.tile != 0
     DTYPE: tl.constexpr = source.dtype.element_ty
     numel = block_numel(count, FORMAT, FULL)
-    x = from_words(load_tile_words(source, numel, start, FORMAT, MASKED), BF16)
+    if CHANGE is None:
+        x = from_words(load_tile_words(source, numel, start, FORMAT, MASKED), BF16)
+    else:
+        loaded = load_tile(change[0], change[1], count, 0, CHANGE, FULL)
+        x = decoded_values(loaded, change[2], count, 0, change[3], DTYPE, BF16, CHANGE, FULL)
+        x = tl.reshape(x, (FORMAT.blocks, FORMAT.tile))
+        if FULL and FORMAT.quantizer.bits != 8:
+            # No value is loaded here, only codes, and a plane of eight bits is alone in lying as
+            # values do. For others this load, of nothing, tells the compiler where to have them.
+            past = count - FORMAT.blocks * FORMAT.tile
+            nothing = load_tile_words(source, numel * 0 + past, 0, FORMAT, True)
+            x = tl.where(past > 0, from_words(nothing, BF16), x)
+        if MASKED:
+            x = tl.where(has_value(numel, 0, FORMAT), x, 0.0)
     four, two, one = load_planes(codes, count, start, FORMAT, FULL)
     old = old_meta[0], old_meta[1], four, two, one
-    kept = _kept(old, levels, count, start, place, DTYPE, BF16, FORMAT, FULL)
-    added = tl.max((x != 0).to(tl.int32), axis=1)
-    x = from_words(to_words(x + kept, DTYPE, BF16), BF16)
+    kept = kept_values(old, levels, count, start, place, DTYPE, BF16, FORMAT, FULL)
+    total = from_words(to_words(x + kept, DTYPE, BF16), BF16)
+    # Sums are not finite only where something was added. Asking that too costs little, and lets the
+    # compiler look for both in one arrangement of the values, where it would decode changes twice.
+    added = tl.max(((x != 0) | (total != total)).to(tl.int32), axis=1)
+    x = total
     if MASKED:
         x = tl.where(has_value(numel, start, FORMAT), x, 0.0)
     return x, old, added
 
 
 @triton.jit
-def _kept(
+def kept_values(
     loaded, levels, count, start, place,
     DTYPE: tl.constexpr, BF16: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """What a loaded tile decodes to in the values' dtype, float32; zero for what is not finite."""
-    value = unrotated(decoded(loaded, levels, start, place, FORMAT), count, start, FORMAT, FULL)
-    value = from_words(decoded_words(value, DTYPE, BF16), BF16)
+    """:func:`decoded_values`, zero for what is not finite."""
+    value = decoded_values(loaded, levels, count, start, place, DTYPE, BF16, FORMAT, FULL)
     return tl.where(tl.abs(value) < float("inf"), value, 0.0)
+
+
+@triton.jit
+def decoded_values(
+    loaded, levels, count, start, place,
+    DTYPE: tl.constexpr, BF16: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """What a loaded tile decodes to in the values' dtype, float32; masked lanes mean nothing."""
+    value = unrotated(decoded(loaded, levels, start, place, FORMAT), count, start, FORMAT, FULL)
+    return from_words(decoded_words(value, DTYPE, BF16), BF16)
 
 
 @triton.jit(do_not_specialize=_SCALARS)
@@ -238,9 +292,7 @@ def difference_kernel(
         raw_at = tl.load(span + 2) + at + lane
         words = tl.load(values + raw_at, mask=lane < count, other=0)
         tl.store(change + raw_at, words, mask=lane < count)
-        zero = tl.zeros((), tl.float64)
-        digest = _digest(from_words(words, BF16), at + lane, lane < count)
-        _store_counts(into, num_partials, zero, zero, digest, zero)
+        count_raw(words, at, lane, count, into, num_partials, BF16)
     else:
         at, count = run_of(span, index, FORMAT.blocks * FORMAT.quantizer.block_size)
         value_at = tl.multiple_of(tl.load(span + 2) + at, VALUE_ALIGNMENT)
@@ -265,23 +317,36 @@ def _difference_run(
     values, change, codes, meta, levels, at, count, start, place, into, num_partials,
     BF16: tl.constexpr, FORMAT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    BLOCK_SIZE: tl.constexpr = FORMAT.quantizer.block_size
-    MASKED: tl.constexpr = (not FULL) or BLOCK_SIZE % FORMAT.tile != 0
+    MASKED: tl.constexpr = (not FULL) or FORMAT.quantizer.block_size % FORMAT.tile != 0
     DTYPE: tl.constexpr = values.dtype.element_ty
     numel = block_numel(count, FORMAT, FULL)
     x = from_words(load_tile_words(values, numel, start, FORMAT, MASKED), BF16)
     loaded = load_tile(codes, meta, count, start, FORMAT, FULL)
-    kept = _kept(loaded, levels, count, start, place, DTYPE, BF16, FORMAT, FULL)
+    kept = kept_values(loaded, levels, count, start, place, DTYPE, BF16, FORMAT, FULL)
     moved_words = to_words(x - kept, DTYPE, BF16)
     store_tile_words(change, moved_words, numel, start, FORMAT, MASKED)
     moved = from_words(moved_words, BF16)
-    there = has_value(numel, start, FORMAT)
     if MASKED:
-        moved = tl.where(there, moved, 0.0)
+        moved = tl.where(has_value(numel, start, FORMAT), moved, 0.0)
+    count_tile(x, moved, at, numel, start, into, num_partials, FORMAT)
+
+
+@triton.jit
+def count_tile(x, moved, at, numel, start, into, num_partials, FORMAT: tl.constexpr):
+    """Write the partial sums of a tile of values and their changes, both zero in masked lanes."""
     strange = (tl.abs(moved) < float("inf")) == 0
-    block = at + (tl.arange(0, FORMAT.blocks) * BLOCK_SIZE)[:, None]
-    digest = _digest(x, block + start + tl.arange(0, FORMAT.tile)[None, :], there)
+    block = at + (tl.arange(0, FORMAT.blocks) * FORMAT.quantizer.block_size)[:, None]
+    places = block + start + tl.arange(0, FORMAT.tile)[None, :]
+    digest = _digest(x, places, has_value(numel, start, FORMAT))
     _store_counts(into, num_partials, _squares(moved), _squares(x), digest, _how_many(strange))
+
+
+@triton.jit
+def count_raw(words, at, lane, count, into, num_partials, BF16: tl.constexpr):
+    """Write the partial sums of a run in full precision."""
+    zero = tl.zeros((), tl.float64)
+    digest = _digest(from_words(words, BF16), at + lane, lane < count)
+    _store_counts(into, num_partials, zero, zero, digest, zero)
 
 
 @triton.jit
