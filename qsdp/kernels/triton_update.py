@@ -153,8 +153,8 @@ def accumulate_run(
     if FORMAT.quantizer.scaling == "mean":
         for start in range(0, BLOCK_SIZE, TILE):
             if TILE < BLOCK_SIZE:
-                x, old, added_ = _added(source, change, codes, old_meta, levels, count, start, place,
-                                          BF16, CHANGE, FORMAT, FULL)  # fmt: skip
+                x, old, added_ = _added(source, change, codes, old_meta, levels, count, start,
+                                        place, BF16, CHANGE, FORMAT, FULL)  # fmt: skip
                 x = rotated(x, numel, start, FORMAT, MASKED)
             total += sum_magnitudes(x, magnitude)
     found = (lo, hi, content, magnitude, total)
