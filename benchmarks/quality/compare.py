@@ -21,7 +21,7 @@ import matplotlib
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from qsdp import Differences, QSDPConfig
 from qsdp.sweep.spec import Case, read_sweep
@@ -244,8 +244,9 @@ def front(rows: list[dict[str, Any]], path: Path) -> None:
         axes.set_xlabel("bits a value on the wire, all collectives of a step; filled: on the front")
         axes.set_xscale("log")
         axes.set_xlim(right=2 * max(row["bits"] for row in rows))
-        for which in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
-            which(FuncFormatter(lambda bits, _: f"{bits:g}"))
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda bits, _: f"{bits:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
     figure.savefig(path, dpi=110)
 
 
