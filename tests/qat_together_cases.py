@@ -78,6 +78,24 @@ def case_bfloat16_steps_reach_float32_masters(rank: int) -> None:
             assert codes.min() >= -8 and codes.max() <= 7
 
 
+def case_compiled_blocks_train_the_same(rank: int) -> None:
+    """As --compile does it, the forward of each block, through the switch: the same losses."""
+    torch.compiler.reset()
+    for quantizer in (FakeQuantizer(4, start_step=2), FakeQuantizer(4, "channel", "largest")):
+        runs = []
+        for compiled in (False, True):
+            model = plain()
+            handle = qsdp.fake_quantize(model, quantizer, keep=("head",))
+            for block in model.blocks:
+                if compiled:
+                    block.forward = torch.compile(block.forward, backend="aot_eager")
+                fully_shard(block)
+            fully_shard(model)
+            losses = steps_of(model, handle, rank, adam(model), first=0, count=4)
+            runs.append((losses, shards(model)))
+        assert runs[0][0] == runs[1][0] and equal(runs[0][1], runs[1][1]), quantizer
+
+
 def replicas(
     quantizer: FakeQuantizer, config: qsdp.SyncConfig
 ) -> tuple[Net, FakeQuantization, qsdp.ReplicaSync, torch.optim.Optimizer]:
