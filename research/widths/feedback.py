@@ -241,7 +241,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     """Loss over full precision by true bits, a panel for each task and optimizer."""
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, len(RUNS), figsize=(13, 4))
+    figure, panels = plt.subplots(1, len(RUNS), figsize=(13, 4.6))
     for panel, (task, optimizer) in zip(panels, RUNS, strict=True):
         here = [r for r in results if (r["task"], r["optimizer"]) == (task, optimizer)]
         full = {r["seed"]: r["loss"] for r in here if r["rate"] == 32}
@@ -259,8 +259,9 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         panel.set_title(f"{task}, {optimizer}")
         panel.set_xlabel("true bits a value")
     panels[0].set_ylabel("loss over full precision, same seed")
-    panels[0].legend(fontsize=7)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.14, 1, 1))
+    lines = panels[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="lower center", ncols=5, fontsize=8)
     figure.savefig(path, dpi=110)
 
 
