@@ -22,7 +22,7 @@ preset: gpt2-125m
 lr: 1e-4            # a text in YAML 1.1
 batch-size: 64
 data: [a.txt, b.txt]
-prefetch: yes
+prefetch: no
 comm: {preset: w8g4, min_numel: 10}
 """
 
@@ -31,11 +31,11 @@ def test_a_file_is_over_the_preset_and_under_the_flags(tmp_path: Path) -> None:
     (tmp_path / "four.yaml").write_text(YAML)
     config = parse(["--config", str(tmp_path / "four.yaml"), "--batch-size", "32", "--steps", "7"])
     assert (config.width, config.lr, config.batch_size, config.steps) == (768, 1e-4, 32, 7)
-    assert config.data == (Path("a.txt"), Path("b.txt")) and config.prefetch
+    assert config.data == (Path("a.txt"), Path("b.txt")) and not config.prefetch
     assert config.comm_name == "four"
     assert json.loads(config.comm) == {"name": "four", "preset": "w8g4", "min_numel": 10}
     same = {"preset": "gpt2-125m", "lr": 1e-4, "batch_size": 64, "data": ["a.txt", "b.txt"],
-            "prefetch": True, "comm": {"preset": "w8g4", "min_numel": 10}}  # fmt: skip
+            "prefetch": False, "comm": {"preset": "w8g4", "min_numel": 10}}  # fmt: skip
     (tmp_path / "four.json").write_text(json.dumps(same))
     flags = ["--batch-size", "32", "--steps", "7"]
     assert parse(["--config", str(tmp_path / "four.json"), *flags]) == config

@@ -80,6 +80,7 @@ def prepare(variant: Variant, base: TrainConfig, ranks: Ranks, per_node: int) ->
         ranks_per_node=applied.ranks_per_node,
         precision=_precision(variant.weight_dtype),
         reduce_precision=_precision(variant.gradient_dtype),
+        prefetch=False,  # as FSDP2 does by itself on CPU, and so that nothing hides the network
     )
     torch.manual_seed(config.seed)
     model = new_model(config, config.vocab_size, eos_token_id=0)
