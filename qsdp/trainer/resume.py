@@ -33,7 +33,7 @@ from qsdp.trainer.ranks import Ranks, together
 _FREE_ON_RESUME = {
     "folder", "overwrite", "resume", "nproc", "device", "timeout", "log_every", "eval_every",
     "eval_windows", "final_eval_windows", "checkpoint_every", "keep_checkpoints", "export",
-    "wandb",
+    "wandb", "prefetch",
 }  # fmt: skip
 _DEFAULTS = TrainConfig().to_json()
 
