@@ -22,7 +22,7 @@ from qsdp.trainer.config import LATEST, flag_of
 WIDTH = 110  # of the table in a file
 # Settings that leave the results of a run as they are.
 _FREE = {"folder", "overwrite", "resume", "timeout", "log_every", "eval_every", "eval_windows",
-         "checkpoint_every", "keep_checkpoints", "export"}  # fmt: skip
+         "checkpoint_every", "keep_checkpoints", "export", "prefetch"}  # fmt: skip
 _RESULT = "result.json"
 _NUMBERS = ("valid_loss_decoded", "valid_loss_master", "ratio", "steps")
 
