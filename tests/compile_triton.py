@@ -59,7 +59,7 @@ ON_RUNS = ("encode_kernel", "decode_kernel", "decode_sum_kernel", "accumulate_ke
 ON_RUNS += ("encode_changes_kernel", "add_changes_kernel")
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)(.*)", re.M)
-MAX_SPILLS = 2  # ptxas may move a single number
+MAX_SPILLS = 8  # ptxas may move a few numbers
 LEVELS = uneven_levels(4)
 SMALLEST = Quantizer(8, 1024, "dither", None, "symmetric", "bfloat16", "hadamard")
 
@@ -249,11 +249,16 @@ def division_cost(compiled: list[Any]) -> tuple[int, int]:
     return fused[1] - fused[0], max(2 * fused[0] - fused[1], 0)
 
 
+def on_runs(kernel: Any) -> bool:
+    return kernel.metadata.name in ON_RUNS
+
+
 def faults(kernel: Any, wide_accesses: int, division: tuple[int, int]) -> list[str]:
+    """``wide_accesses``: wanted of a thread."""
     ptx = kernel.asm["ptx"]
     found = sorted(set(re.findall(FORBIDDEN, ptx)))
     wide = len(re.findall(WIDE, ptx))
-    if kernel.metadata.name in ON_RUNS and wide < wide_accesses:
+    if on_runs(kernel) and wide < wide_accesses:
         found.append(f"{wide} 16-byte loads and stores, wanted {wide_accesses}")
     names = [name for _, _, name, _ in instructions(kernel.asm["cubin"])]
     if not names:
@@ -293,10 +298,14 @@ def check(
         call_all(*layouts, 2, key=7)
         first = list(compiled)
         call_all(*layouts, 4, key=2**64 - 1)
+        warps = min(kernel.metadata.num_warps for kernel in first if on_runs(kernel))
         for kernel in first:
-            rocm = division is None
-            found = rocm_faults(kernel) if rocm else faults(kernel, case.wide, division)
-            print(f"{title} {case.dtype} {kernel.metadata.name}: {', '.join(found) or 'good'}")
+            # With twice as many threads for a run each has half of the accesses.
+            name, more = kernel.metadata.name, kernel.metadata.num_warps > warps
+            twice = name == "accumulate_kernel" or (more and "changes" in name)
+            wide = case.wide // 2 if twice else case.wide
+            found = rocm_faults(kernel) if division is None else faults(kernel, wide, division)
+            print(f"{title} {case.dtype} {name}: {', '.join(found) or 'good'}")
             bad += bool(found)
         if {kernel.hash for kernel in compiled} != {kernel.hash for kernel in first}:
             print("compiled anew for another key or number of rows")

@@ -27,8 +27,8 @@ from qsdp.trainer.comm import quantize_communication
 from qsdp.trainer.command import parse
 from qsdp.trainer.config import PRESETS, TrainConfig
 from qsdp.trainer.evaluate import token_losses
-from qsdp.trainer.model import build_model
-from qsdp.trainer.ranks import SharedError
+from qsdp.trainer.model import build_model, new_model, shard
+from qsdp.trainer.ranks import Ranks, SharedError
 from qsdp.trainer.text import Text, read_text
 from qsdp.trainer.tokenizer import encode, load_tokenizer, train_tokenizer
 from qsdp.trainer.warmup import learning_rate
@@ -354,6 +354,19 @@ def test_pattern_that_matches_nothing_names_its_flag(lone_rank, fields, message)
         quantize_communication(model, TrainConfig(**fields))
 
 
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_prefetching_gathers_each_block_while_the_one_before_computes(lone_rank, prefetch):
+    config = TrainConfig(layers=3, width=8, heads=2, vocab_size=16, prefetch=prefetch)
+    model = new_model(config, 16, eos_token_id=0)
+    shard(model, config, Ranks(0, 1, torch.device("cpu")))
+    blocks = list(model.transformer.h)
+    for module, following in zip([model, *blocks], [*blocks, None], strict=True):
+        states = module._get_fsdp_state()._states_to_forward_prefetch
+        wanted = prefetch and following is not None
+        assert states == ([following._get_fsdp_state()] if wanted else [])
+        assert module._get_fsdp_state()._fsdp_param_group.unshard_async_op == prefetch
+
+
 def test_checkpoint_holds_no_pickle(tmp_path, lone_rank):
     """Reading must not run code, so there is safetensors and JSON only."""
     path = save(tmp_path, *small_run(), 1)
@@ -542,8 +555,8 @@ def check_export(run, result):
     assert 8 < result["ratio"] < 16 and result["median_step"]["network_s"] > 0
     masters = {}
     for part in checkpoint_tensors(run, 6):
-        for name, shard in part.items():
-            masters.setdefault(name, []).append(shard)
+        for name, tensor in part.items():
+            masters.setdefault(name, []).append(tensor)
     weight = model.transformer.h[0].mlp.c_fc.weight
     master = torch.cat(masters["model.transformer.h.0.mlp.c_fc.weight"])
     # Kept in 8 bits a block of weights has 256 values at most, which the masters do not.

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -267,8 +267,12 @@ def _ranks(hosts: Hosts, layout: Layout, options: argparse.Namespace) -> Iterato
                 )
             )
         yield control
-        for process in processes:
-            process.wait(timeout=60)
+        # Launchers wait for each other's end, and now and then in vain. All is measured by now, and
+        # what lingers ends with the hosts.
+        deadline = time.monotonic() + 30
+        with suppress(subprocess.TimeoutExpired):
+            for process in processes:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
 
 
 def _last_error(log: Path) -> str:

@@ -330,7 +330,6 @@ def _launch(
     options: dict[str, Any] = {"num_warps": num_warps, "enable_fp_fusion": False}
     # These hold more in registers: half of the values a thread.
     wider = options | {"num_warps": 2 * num_warps}
-    dithered = format_.quantizer.rounding == "dither"
     maps = any(layout.zero_maps) and format_.has_map and format_.maps_itself
     decoding = {"FORMAT": decode_format(format_), **options}
     launch = Launch(
@@ -346,7 +345,7 @@ def _launch(
         first_partial,
         {"FORMAT": format_, "MAPS": maps, **options},
         {"MAPS": maps, **decoding},
-        {"FORMAT": format_, **(wider if dithered else options)},
+        {"FORMAT": format_, **wider},
         decoding | wider,
     )
     return launch, counts
