@@ -25,7 +25,11 @@ ROOT = Path(__file__).parent.parent
 DEMO_RUNS = ("w32g32", "w8g8", "w4g4")  # as recipes/demo.sh names them
 PRESETS = ("w8g8", "w4g4", "w3g3", "w2g2")
 # What the columns of the table of losses are called, and the results that they are made of.
-TEXTS = {"plays": "memory", "Wikipedia": "memory-wikipedia"}
+TEXTS = {
+    "plays": "memory",
+    "plays, best learning rate": "tuned-lr",
+    "Wikipedia": "memory-wikipedia",
+}
 LINKS = {"1 Gbit/s": 1.0, "100 Mbit/s": 0.1}
 
 
@@ -76,8 +80,8 @@ def demo_table(root: Path) -> str:
 def loss_table(root: Path) -> str:
     """What a preset costs in loss and memory, and what it gains on links of two speeds.
 
-    Losses from the cases of benchmarks/quality/memory.json, on both texts; steps from the network
-    benchmark.
+    Losses from the cases of benchmarks/quality/memory.json, on both texts, and of tuned-lr.json;
+    steps from the network benchmark.
     """
     results = root / "benchmarks" / "quality" / "results"
     columns = []
