@@ -15,7 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qsdp.cli import main
 from qsdp.plan.runs import predict_run, read_run
-from qsdp.trainer.comm import comm_config, freeze_second_moment, remembers_alike
+from qsdp.trainer.comm import comm_config, freeze_second_moment, remembers_alike, with_warmup
+from qsdp.trainer.command import parse
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.model import build_model, build_optimizer, count_parameters
 from qsdp.trainer.text import Text
@@ -108,6 +109,20 @@ def test_a_preset_quantizes_between_replicas_unless_told_not_to() -> None:
     assert comm_config(given).replicas.bits == 4
 
 
+def test_a_run_keeps_its_warmup_when_it_is_resumed_for_more_steps(tmp_path: Path) -> None:
+    """In other bits it does not."""
+    config = TrainConfig(comm="bitdp", steps=500)
+    run = with_warmup(config, comm_config(config))
+    (tmp_path / "config.json").write_text(json.dumps(run.to_json()))
+    resume = ["--folder", str(tmp_path), "--resume", "--steps", "5000"]
+    more = parse(resume)
+    assert more.comm_warmup == 50 and comm_config(more).warmup.steps == 50
+    assert with_warmup(more, comm_config(more)) == more
+    assert parse([*resume, "--comm-warmup", "9"]).comm_warmup == 9
+    other = parse([*resume, "--comm", "w4g4"])
+    assert other.comm_warmup is None and with_warmup(other, comm_config(other)) == other
+
+
 def test_presets_of_systems_follow_the_run() -> None:
     """A tenth of the steps is the warm-up; flat collectives have no inside of a node."""
     config = TrainConfig(comm="bitdp", steps=500, replicate=2)
@@ -118,6 +133,10 @@ def test_presets_of_systems_follow_the_run() -> None:
     each_warmup = comm_config(each).warmup
     assert reductions > 1 and each_warmup is not None
     assert each_warmup.steps == 50 * reductions
+    assert comm_config(replace(config, comm_warmup=7)).warmup.steps == 7
+    assert comm_config(replace(config, comm_warmup=0)).warmup is None
+    with pytest.raises(ValueError, match="--comm-warmup is for presets that begin in more bits"):
+        comm_config(TrainConfig(comm="w4g4", comm_warmup=7))
     assert comm_config(TrainConfig(comm="sdp4bit")).inside_node is not None
     assert comm_config(TrainConfig(comm="sdp4bit", ranks_per_node=1)).inside_node is None
     assert comm_config(TrainConfig(comm="sdp4bit", ranks_per_node=2)).inside_node is not None

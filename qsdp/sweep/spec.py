@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from qsdp.arguments import did_you_mean
-from qsdp.trainer.config import PRESETS, TrainConfig, embedded_comm, typed_fields
+from qsdp.trainer.comm_file import embedded_comm
+from qsdp.trainer.config import PRESETS, TrainConfig, typed_fields
 
 # Fields of a run that the sweep itself sets.
 OWN = ("folder", "overwrite", "resume", "seed", "comm", "export")

@@ -52,9 +52,7 @@ def comm_config(config: TrainConfig) -> qsdp.QSDPConfig:
             raise ValueError(f"--comm {content.get('name')}: {error}") from error
     comm = dataclasses.replace(comm, seed=config.seed)
     preset = not config.comm.startswith("{")
-    if preset and comm.warmup is not None:
-        steps = max(config.steps // WARMUP_SHARE, 1) * _reductions_of_a_step(config)
-        comm = dataclasses.replace(comm, warmup=dataclasses.replace(comm.warmup, steps=steps))
+    comm = _warmed_up(comm, config)
     if config.ranks_per_node is not None:
         try:
             if preset:
@@ -66,6 +64,31 @@ def comm_config(config: TrainConfig) -> qsdp.QSDPConfig:
     return _between_replicas(comm, config).with_exceptions(
         dict.fromkeys(config.keep_full_precision)
     )
+
+
+def _warmed_up(comm: qsdp.QSDPConfig, config: TrainConfig) -> qsdp.QSDPConfig:
+    """A preset's warm-up takes as many steps as --comm-warmup says."""
+    if config.comm.startswith("{") or comm.warmup is None:
+        if config.comm_warmup is not None:
+            raise ValueError(
+                f"--comm-warmup is for presets that begin in more bits, such as bitdp, and --comm "
+                f"is {config.comm_name}: leave it out, or give a file that has its `warmup`"
+            )
+        return comm
+    steps = with_warmup(config, comm).comm_warmup
+    if not steps:
+        return dataclasses.replace(comm, warmup=None)
+    reductions = steps * _reductions_of_a_step(config)
+    return dataclasses.replace(comm, warmup=dataclasses.replace(comm.warmup, steps=reductions))
+
+
+def with_warmup(config: TrainConfig, comm: qsdp.QSDPConfig) -> TrainConfig:
+    """``config`` with the steps that ``comm``'s warm-up takes, for a run to keep: resumed for more
+    steps in all, it shall not begin again.
+    """
+    if config.comm.startswith("{") or comm.warmup is None or config.comm_warmup is not None:
+        return config
+    return dataclasses.replace(config, comm_warmup=max(config.steps // WARMUP_SHARE, 1))
 
 
 def _reductions_of_a_step(config: TrainConfig) -> int:

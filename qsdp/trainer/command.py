@@ -14,7 +14,8 @@ import traceback
 from pathlib import Path
 
 from qsdp.arguments import TRAIN_PACKAGES, require_package, require_packages
-from qsdp.trainer.config import LATEST, PRESETS, TrainConfig, embedded_comm
+from qsdp.trainer.comm_file import embedded_comm
+from qsdp.trainer.config import LATEST, PRESETS, TrainConfig
 from qsdp.trainer.file import read_run_file
 
 
@@ -97,6 +98,9 @@ def parse(argv: list[str]) -> TrainConfig:
     default = _Flags(**{name: getattr(preset, name) for name in names} | written)
     flags = tyro.cli(_Flags, prog="qsdp train", args=argv, default=default)
     values = {name: getattr(flags, name) for name in names}
+    given = "comm_warmup" in written or any(a.split("=")[0] == "--comm-warmup" for a in argv)
+    if values["comm"] != preset.comm and not given:
+        values["comm_warmup"] = None  # what a resumed run took was of another --comm
     try:
         config = TrainConfig(**values)
         return dataclasses.replace(config, comm=embedded_comm(config.comm))

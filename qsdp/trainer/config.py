@@ -21,45 +21,6 @@ PresetName = Literal["tiny", "gpt2-125m", "gpt2-350m", "gpt2-1.3b"]
 LATEST = "latest"
 
 
-def embedded_comm(comm: str, flag: str = "--comm") -> str:
-    """The content of the file that ``comm`` names, with the file's name; a preset as it is.
-
-    A run keeps what the file held when it started.
-
-    Args:
-        flag: that ``comm`` was given to.
-
-    Raises:
-        OSError, ValueError: the file cannot be read, or holds no JSON object; with the flag.
-    """
-    if comm.startswith("{"):
-        if not isinstance(_json(comm, f"{flag}: {comm}"), dict):
-            raise ValueError(f"{flag} must be a preset or a .json file, got {comm}")
-        return comm
-    path = Path(comm)
-    if path.suffix != ".json":
-        if path.is_file():
-            raise ValueError(f"{flag}: the name of a file must end with .json, got {comm}")
-        return comm
-    if not path.is_file():
-        raise FileNotFoundError(f"{flag}: there is no file {comm}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{flag}: {comm} is not UTF-8 text: {error}") from error
-    content = _json(text, f"{flag}: {comm}")
-    if not isinstance(content, dict):
-        raise ValueError(f"{flag}: {comm} must hold a JSON object of QSDPConfig's fields")
-    return json.dumps({"name": path.stem, **content})
-
-
-def _json(text: str, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place} holds no JSON: {error}") from error
-
-
 def flag_of(name: str) -> str:
     """The flag of a field."""
     return "--" + name.replace("_", "-")
@@ -81,6 +42,9 @@ class TrainConfig(ReplicaFlags):
     comm: str = "w8g8"
     """Bits of weights and gradients on the wire, w{1..8|32}g{1..8|32}, 32 for full precision; or
     sdp4bit, bitdp, qsgd{2|4|8}; auto to measure and decide; or a JSON file of a QSDPConfig."""
+    comm_warmup: int | None = None
+    """Steps at first in which gradients travel in more bits, with presets that begin so, such as
+    bitdp; default: a tenth of --steps. A resumed run keeps it."""
     keep_full_precision: tuple[str, ...] = ()
     """Glob patterns of parameter names that are never quantized."""
     ranks_per_node: int | None = None
@@ -230,6 +194,8 @@ class TrainConfig(ReplicaFlags):
         self._require("ranks_per_node", ranks is None or ranks >= 1, "at least 1, or left out")
         micro = self.micro_batch_size
         self._require("micro_batch_size", micro is None or micro >= 1, "at least 1")
+        warmup = self.comm_warmup
+        self._require("comm_warmup", warmup is None or warmup >= 0, "at least 0, or left out")
         self._check_lora()
         check_replica_flags(
             self,

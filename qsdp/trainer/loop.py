@@ -22,7 +22,13 @@ from qsdp.trainer.checkpoint import (
     find_checkpoint,
     save_checkpoint,
 )
-from qsdp.trainer.comm import freeze_second_moment, quantize_communication, quantizes_weights
+from qsdp.trainer.comm import (
+    comm_config,
+    freeze_second_moment,
+    quantize_communication,
+    quantizes_weights,
+    with_warmup,
+)
 from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.data import Data, prepare_data, vocabulary_digest
 from qsdp.trainer.evaluate import master_validation_loss, validation_loss
@@ -91,6 +97,7 @@ def train(config: TrainConfig) -> None:
         mesh = shard(model, config, ranks)
         optimizer = build_optimizer(model, config)
         config = together(lambda: decide_communication(model, config, resume))
+        config = with_warmup(config, comm_config(config))
         with warnings_on_a_line(ranks):
             together(lambda: quantize_communication(model, config, fake))
         together(lambda: freeze_second_moment(optimizer, config))

@@ -18,8 +18,9 @@ from qsdp.arguments import did_you_mean
 from qsdp.trainer.batches import batch_starts, windows
 from qsdp.trainer.checkpoint import complete_checkpoints, load_weights
 from qsdp.trainer.comm import PRESETS
+from qsdp.trainer.comm_file import embedded_comm
 from qsdp.trainer.command import read_config
-from qsdp.trainer.config import TrainConfig, embedded_comm
+from qsdp.trainer.config import TrainConfig
 from qsdp.trainer.data import vocabulary_digest
 from qsdp.trainer.metrics import write_json
 from qsdp.trainer.model import build_model
