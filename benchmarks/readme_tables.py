@@ -26,9 +26,9 @@ DEMO_RUNS = ("w32g32", "w8g8", "w4g4")  # as recipes/demo.sh names them
 PRESETS = ("w8g8", "w4g4", "w3g3", "w2g2")
 # What the columns of the table of losses are called, and the results that they are made of.
 TEXTS = {
-    "plays": "memory",
-    "plays, best learning rate": "tuned-lr",
-    "Wikipedia": "memory-wikipedia",
+    "plays, lr 0.002": "memory",
+    "plays, lr 0.006": "tuned-lr",
+    "Wikipedia, lr 0.002": "memory-wikipedia",
 }
 LINKS = {"1 Gbit/s": 1.0, "100 Mbit/s": 0.1}
 
