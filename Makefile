@@ -23,9 +23,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: setup
 	bash recipes/demo.sh
 
-# `make test WORKERS=2` runs two files of tests beside each other; those of one file share what they
-# start. Ranks of both then share the cores, and a test may run into its timeout.
-WORKERS ?= 0
+# Two files of tests run beside each other; those of one file share what they start. WORKERS=0 runs
+# one after the other, where ranks of both on the same cores run into the timeouts of tests.
+WORKERS ?= 2
 test: lint types
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
