@@ -23,11 +23,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: setup
 	bash recipes/demo.sh
 
-# Two files of tests run beside each other; those of one file share what they start. WORKERS=0 runs
-# one after the other, where ranks of both on the same cores run into the timeouts of tests.
-WORKERS ?= 2
+# Files of tests run beside each other, as tests of ranks mostly wait; those of one file share what
+# they start. WORKERS=0 runs one after the other, where tests run into their timeouts.
+WORKERS ?= 3
 test: lint types
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The distributed tests on the oldest torch, two between and the newest, each in an environment of
 # its own (4 to 7 GB), and the table in docs/compatibility.md.
