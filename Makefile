@@ -23,9 +23,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: setup
 	bash recipes/demo.sh
 
-# Files of tests run beside each other, as tests of ranks mostly wait; those of one file share what
-# they start. WORKERS=0 runs one after the other, where tests run into their timeouts.
-WORKERS ?= 3
+# Two files of tests run beside each other; those of one file share what they start. WORKERS=0 runs
+# one after the other, where tests run into their timeouts.
+WORKERS ?= 2
 test: lint types
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
