@@ -23,8 +23,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: setup
 	bash recipes/demo.sh
 
-# Two files of tests run beside each other; those of one file share what they start. WORKERS=0 runs
-# one after the other, where tests run into their timeouts.
+# Two files of tests run beside each other; those of one file share what they start. Should tests
+# run into their timeouts on a slow machine, WORKERS=0 runs one file after the other.
 WORKERS ?= 2
 test: lint types
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

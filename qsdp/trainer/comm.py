@@ -68,7 +68,7 @@ def comm_config(config: TrainConfig) -> qsdp.QSDPConfig:
 
 def _warmed_up(comm: qsdp.QSDPConfig, config: TrainConfig) -> qsdp.QSDPConfig:
     """A preset's warm-up takes as many steps as --comm-warmup says."""
-    if config.comm.startswith("{") or comm.warmup is None:
+    if not _begins_in_more_bits(comm, config):
         if config.comm_warmup is not None:
             raise ValueError(
                 f"--comm-warmup is for presets that begin in more bits, such as bitdp, and --comm "
@@ -76,17 +76,22 @@ def _warmed_up(comm: qsdp.QSDPConfig, config: TrainConfig) -> qsdp.QSDPConfig:
             )
         return comm
     steps = with_warmup(config, comm).comm_warmup
-    if not steps:
+    if comm.warmup is None or not steps:
         return dataclasses.replace(comm, warmup=None)
     reductions = steps * _reductions_of_a_step(config)
     return dataclasses.replace(comm, warmup=dataclasses.replace(comm.warmup, steps=reductions))
+
+
+def _begins_in_more_bits(comm: qsdp.QSDPConfig, config: TrainConfig) -> bool:
+    """Whether it is a preset with a warm-up; a file says itself how long its own takes."""
+    return comm.warmup is not None and not config.comm.startswith("{")
 
 
 def with_warmup(config: TrainConfig, comm: qsdp.QSDPConfig) -> TrainConfig:
     """``config`` with the steps that ``comm``'s warm-up takes, for a run to keep: resumed for more
     steps in all, it shall not begin again.
     """
-    if config.comm.startswith("{") or comm.warmup is None or config.comm_warmup is not None:
+    if config.comm_warmup is not None or not _begins_in_more_bits(comm, config):
         return config
     return dataclasses.replace(config, comm_warmup=max(config.steps // WARMUP_SHARE, 1))
 
