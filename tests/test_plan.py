@@ -27,7 +27,8 @@ from qsdp.quantizer import Quantizer
 from qsdp.ways import Differences, quantizer_of
 from qsdp.wire import Segment, wire_layout
 
-NETWORK = Path(__file__).parent.parent / "benchmarks" / "results" / "network.json"
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+NETWORK = RESULTS / "network.json"
 LAYERS, WIDTH, VOCAB, SEQUENCE = 3, 96, 1001, 128
 RATE = 1000.0
 MODEL = gpt2(LAYERS, WIDTH, vocab=VOCAB, sequence=SEQUENCE)
@@ -326,6 +327,20 @@ def test_benchmark() -> None:
     assert statistics.median(errors) < 0.10
     # The benchmark ran on a busy machine: single cells had up to half more computation.
     assert sum(error > 0.20 for error in errors) <= 0.1 * len(errors), errors
+
+
+def test_predicts_4_to_16_ranks_and_a_limit_makes_no_step_faster() -> None:
+    """Bytes to the byte. 16 ranks on 2 cores wait for each other, which slow links partly hide."""
+    errors = []
+    for layout, cell, prediction in predict_benchmark(
+        json.loads((RESULTS / "network-ranks.json").read_text())
+    ):
+        assert prediction.between_nodes * layout["hosts"] == cell["between_nodes"], cell["variant"]
+        if cell["bandwidth_gbps"] is not None:
+            errors.append(prediction.step_s / cell["step_s"] - 1)
+    assert len(errors) == 72
+    assert statistics.median(map(abs, errors)) < 0.10
+    assert min(errors) > -0.15 and max(errors) < 0.30
 
 
 def test_overlap_hides_the_smaller_part() -> None:

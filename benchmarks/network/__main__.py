@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--layout", nargs="+", metavar="HxR", default=LAYOUTS, type=_layout,
-        help="hosts (2 to 4) x ranks on each; default 2x1 2x2")  # fmt: skip
+        help="hosts (2 to 8) x ranks on each; default 2x1 2x2")  # fmt: skip
     add("--gbps", nargs="+", type=_gbps, metavar="G", help="limits in Gbit/s, none for no limit; "
         "default none 10 1 .5 .2 .1 .05, and with several ranks a host none .2 .1")  # fmt: skip
     add(
@@ -115,9 +115,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _layout(text: str) -> Layout:
     hosts, _, ranks = text.partition("x")
-    if not (hosts.isdigit() and ranks.isdigit() and 2 <= int(hosts) <= 4 and int(ranks) >= 1):
+    if not (hosts.isdigit() and ranks.isdigit() and 2 <= int(hosts) <= 8 and int(ranks) >= 1):
         raise argparse.ArgumentTypeError(
-            f"must be HOSTSxRANKS with 2 to 4 hosts, such as 2x1, got {text}"
+            f"must be HOSTSxRANKS with 2 to 8 hosts, such as 2x1, got {text}"
         )
     return Layout(int(hosts), int(ranks))
 

@@ -165,7 +165,7 @@ def _gather_cost(rows: Rows, cluster: Cluster) -> Collective:
         egress = per_node * (ranks - per_node) * rows.weights
         return Collective(egress, _swap(egress, cluster), codec)
     egress = per_node * (nodes - 1) * rows.weights
-    seconds = seconds_at(egress, cluster.bandwidth_gbps) + (nodes - 1) * cluster.latency_us * 1e-6
+    seconds = _swap(egress, cluster) + max(nodes - 2, 0) * cluster.latency_us * 1e-6
     # Of differences a node's ranks tell each other what they add up to.
     return Collective(egress, seconds + _inside(rows.kept or rows.weights, cluster), codec)
 
