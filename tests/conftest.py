@@ -12,6 +12,11 @@ import random
 from pathlib import Path
 
 import pytest
+
+# Tensors here are small, and threads that wait for each other spin on cores that other tests want:
+# seven eighths of the processor time of some files. OpenMP looks at it when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
