@@ -4,10 +4,12 @@
 
 DistributedDataParallel on two ranks here, with the model, text and steps of
 benchmarks/quality/memory.json, under one communication hook after another. What is finished is kept
-in the file, so that the same command goes on.
+in the file, so that the same command goes on. The row of bitsandbytes runs where that is installed:
+pip install bitsandbytes.
 
-- bytes: what a rank gives to the collectives of its hook, times 2 (P - 1) / P for an all-reduce
-  over P ranks, as a ring sends; of qsdp what it counts itself. A mean over all steps.
+- bytes: what a rank gives to the collectives of its hook, over P ranks times 2 (P - 1) / P for an
+  all-reduce and P - 1 for an all-gather, as a ring sends; of qsdp what it counts itself. A mean
+  over all steps.
 - error: of one reduction, every 100 steps: root mean square of what the hook made of the gradients
   minus their mean, over that of the mean.
 - loss: on the validation text, after the last step.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -24,7 +27,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,6 +53,7 @@ from qsdp.trainer.warmup import learning_rate
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "benchmarks" / "quality" / "memory.json"
 ERROR_EVERY = 100
+BITSANDBYTES = "bitsandbytes, 8 bits"
 
 Ddp = DistributedDataParallel
 Install = Callable[[Ddp], qsdp.QuantizedDDPState | None]
@@ -56,6 +61,31 @@ Install = Callable[[Ddp], qsdp.QuantizedDDPState | None]
 
 def torch_hook(hook: Callable[..., Any]) -> Install:
     return lambda model: model.register_comm_hook(None, hook)
+
+
+def blockwise_8_bits(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Blocks of 4,096 in bitsandbytes' dynamic 8 bits, gathered by all ranks and averaged there.
+
+    Its codes cannot be added up, so no all-reduce carries them.
+    """
+    from bitsandbytes.functional import dequantize_blockwise, quantize_blockwise
+
+    values = bucket.buffer()
+    codes, state = quantize_blockwise(values, blocksize=4096)
+    every = [_gathered(part) for part in (codes, state.absmax)]
+    total = torch.zeros_like(values)
+    for of_rank, absmax in zip(*every, strict=True):
+        state.absmax = absmax
+        total += dequantize_blockwise(of_rank, state)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(total / dist.get_world_size())
+    return future
+
+
+def _gathered(part: torch.Tensor) -> list[torch.Tensor]:
+    every = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, part)
+    return every
 
 
 def power_sgd(rank: int) -> Install:
@@ -85,6 +115,7 @@ HOOKS: dict[str, Install] = {
     "bf16 hook": torch_hook(lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket)),
     "PowerSGD, rank 4": power_sgd(4),
     "PowerSGD, rank 1": power_sgd(1),
+    BITSANDBYTES: torch_hook(lambda _, bucket: blockwise_8_bits(bucket)),
     "qsdp, 8 bits": ours("w32g8"),
     "qsdp, 4 bits": ours("w32g4"),
     "qsdp, 2 bits": ours("w32g2"),
@@ -113,8 +144,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    add("--only", nargs="+", choices=HOOKS, default=list(HOOKS), metavar="NAME",
-        help="; ".join(HOOKS))  # fmt: skip
+    here = importlib.util.find_spec("bitsandbytes") is not None
+    add("--only", nargs="+", choices=HOOKS, metavar="NAME", help="; ".join(HOOKS),
+        default=[name for name in HOOKS if here or name != BITSANDBYTES])  # fmt: skip
     add("--steps", type=int, help="default: the recipe's")
     add("--out", type=Path, default=ROOT / "benchmarks" / "results" / "rivals.json")
     return parser
@@ -150,11 +182,10 @@ def _train(install: Install, config: TrainConfig, data: Data, ranks: Ranks) -> d
             group["lr"] = learning_rate(config, step)
         batch = data.batches.batch(step, 0)
         exact = _exact_mean(model, batch, ranks) if step % ERROR_EVERY == 0 else None
-        given: list[int] = []
-        with _counted(given):
+        given: list[float] = []
+        with _counted(given, ranks.num_ranks):
             token_losses(model, batch).mean().backward()
-        share = 2 * (ranks.num_ranks - 1) / ranks.num_ranks
-        sent.append(state.stats(reset=True).sent if state is not None else share * sum(given))
+        sent.append(state.stats(reset=True).sent if state is not None else sum(given))
         if exact is not None:
             errors.append(float((_gradients(model) - exact).norm() / exact.norm()))
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
@@ -184,15 +215,24 @@ def _gradients(model: Ddp) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.ndim > 1])
 
 
-def _counted(given: list[int]) -> Any:
-    """Note the bytes of every tensor that goes into an all-reduce."""
-    all_reduce = dist.all_reduce
+@contextmanager
+def _counted(given: list[float], num_ranks: int) -> Iterator[None]:
+    """Note the bytes that a ring sends of every tensor that goes into a collective."""
+    all_reduce, all_gather = dist.all_reduce, dist.all_gather
 
-    def counting(tensor: torch.Tensor, *args: Any, **keywords: Any) -> Any:
-        given.append(tensor.nbytes)
+    def reducing(tensor: torch.Tensor, *args: Any, **keywords: Any) -> Any:
+        given.append(tensor.nbytes * 2 * (num_ranks - 1) / num_ranks)
         return all_reduce(tensor, *args, **keywords)
 
-    return mock.patch.object(dist, "all_reduce", counting)
+    def gathering(every: list[torch.Tensor], tensor: torch.Tensor) -> Any:
+        given.append(tensor.nbytes * (num_ranks - 1))
+        return all_gather(every, tensor)
+
+    with (
+        mock.patch.object(dist, "all_reduce", reducing),
+        mock.patch.object(dist, "all_gather", gathering),
+    ):
+        yield
 
 
 def format_found(found: dict[str, dict[str, dict[str, float]]]) -> str:
