@@ -11,7 +11,15 @@ import torch
 from qsdp.kernels import coded, cpu, cpu_coded
 from qsdp.kernels.coded import DENSE, FIXED, SPARSE, decode_block, elias, encode_block, rice
 from qsdp.wire import Segment, code_bytes
-from tests.coded_rows import CODINGS, check_row, form, layout_of, random_row, row_of
+from tests.coded_rows import (
+    CODINGS,
+    check_damaged,
+    check_row,
+    form,
+    layout_of,
+    random_row,
+    row_of,
+)
 
 native = pytest.mark.skipif(not cpu.available(), reason=cpu.why_unavailable())
 
@@ -64,6 +72,23 @@ def test_backends_agree_on_sound_and_damaged_rows(isa: str) -> None:
             check_row(*random_row(chance), chance)
     finally:
         cpu.set_isa(None)
+
+
+@native
+@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_blocks_that_are_read_together_stop_at_their_own_damage(coding: str, bits: int) -> None:
+    """Nine blocks of one segment, dense or sparse: four are read at a time, one is left over."""
+    top, chance = (1 << (bits - 1)) - 1, random.Random(bits)
+    generator = torch.Generator().manual_seed(bits)
+    layout = layout_of(Segment(9 * 96 - 5, form(coding, bits, 96)))
+    for spread in (0.1, 0.3, 1.0):
+        values = torch.randn(9 * 96 - 5, generator=generator) * top * spread
+        row = row_of(layout, [values.round().clamp(-top, top).long()])
+        sound = torch.zeros(layout.capacity, dtype=torch.uint8)
+        sound = sound[: cpu_coded.compact(row, layout, sound)]
+        for _ in range(40):
+            check_damaged(layout, sound.clone(), chance)
 
 
 @native

@@ -40,10 +40,10 @@
 #if defined(__x86_64__)
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,f16c,bmi,bmi2"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,f16c")
+#pragma GCC target("avx2,f16c,bmi,bmi2")
 #endif
 #define QSDP_LANES 8
 #define QSDP_NAMESPACE avx2
@@ -53,11 +53,11 @@
 #if defined(__clang__)
 #pragma clang attribute pop
 #pragma clang attribute push( \
-    __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+    __attribute__((target("avx2,f16c,bmi,bmi2,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
 #else
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#pragma GCC target("avx2,f16c,bmi,bmi2,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
 #endif
 #define QSDP_LANES 16
 #define QSDP_NAMESPACE avx512
@@ -92,7 +92,8 @@ bool always() { return true; }
 #if defined(__x86_64__)
 bool has_avx2() {
   unsigned a, b, c = 0, d;
-  return __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+         __builtin_cpu_supports("bmi2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }
 
 bool has_avx512() {

@@ -62,26 +62,53 @@ INLINE int64_t elias_size(const uint8_t* magnitude, int64_t n, int64_t counted, 
   return bits;
 }
 
-// The same with Rice numbers of what exceeds `less`, and the parameter that makes it shortest.
-INLINE int64_t rice_size(const uint8_t* magnitude, int64_t n, int64_t counted, int less, int top,
-                         int* parameter) {
-  int64_t best = INT64_MAX;
-  for (int r = 0; r == 0 || top >> (r - 1); r++) {
-    int64_t sum = 0;
-    for (int64_t at = 0; at < n; at += CHUNK) {
-      uint16_t some = 0;
-      for (int k = 0; k < CHUNK; k++) {
-        const uint8_t m = magnitude[at + k];
-        some = uint16_t(some + (uint8_t(m - (m >= less ? less : 0)) >> r));
-      }
-      sum += some;
-    }
-    const int64_t bits = counted * (1 + r) + sum;
-    if (bits >= best) break;  // differences from r to r grow
-    best = bits, *parameter = r;
-  }
-  return best;
+INLINE int64_t ones_in(const uint64_t* masks) {
+  int64_t ones = 0;
+  for (int word = 0; word < CHUNK / 64; word++) ones += __builtin_popcountll(masks[word]);
+  return ones;
 }
+
+// Of magnitudes up to `top`, how many have each bit, and how many are not 0. With `less` they are
+// counted as one less, but for those that are 0.
+struct BitCounts {
+  int64_t of[8] = {}, nonzero = 0;
+
+  INLINE BitCounts(const uint8_t* magnitude, int64_t n, int top, bool less) {
+    for (int64_t at = 0; at < n; at += CHUNK) {
+      alignas(64) uint8_t lowered[CHUNK];
+      for (int k = 0; less && k < CHUNK; k++) {
+        const uint8_t m = magnitude[at + k];
+        lowered[k] = uint8_t(m - (m != 0));
+      }
+      const uint8_t* const own = less ? lowered : magnitude + at;
+      uint64_t any[CHUNK / 64] = {}, masks[CHUNK / 64];
+      for (int bit = 0; top >> bit; bit++) {
+        pack_1(own, bit, reinterpret_cast<uint8_t*>(masks));
+        of[bit] += ones_in(masks);
+        for (int word = 0; word < CHUNK / 64; word++) any[word] |= masks[word];
+      }
+      nonzero += ones_in(any);
+    }
+  }
+
+  // Sum of magnitudes without their r lowest bits.
+  INLINE int64_t shifted(int r) const {
+    int64_t sum = 0;
+    for (int bit = r; bit < 8; bit++) sum += of[bit] << (bit - r);
+    return sum;
+  }
+
+  // Bits of `counted` magnitudes as Rice numbers, and the parameter that makes them shortest.
+  INLINE int64_t rice_size(int64_t counted, int top, int* parameter) const {
+    int64_t best = INT64_MAX;
+    for (int r = 0; r == 0 || top >> (r - 1); r++) {
+      const int64_t bits = counted * (1 + r) + shifted(r);
+      if (bits >= best) break;  // differences from r to r grow
+      best = bits, *parameter = r;
+    }
+    return best;
+  }
+};
 
 // Calls body(place) for every value that is not 0.
 template <class Body>
@@ -97,129 +124,178 @@ INLINE void for_nonzero(const uint8_t* magnitude, int64_t n, const Body& body) {
   }
 }
 
-// `magnitude` has zeros behind the block up to a whole chunk.
-INLINE Sizes sizes_of(const uint8_t* magnitude, int64_t n, int top, int32_t coding) {
-  Sizes sizes = {n, 0, {0, INT64_MAX / 2}, {0, 0}, 0};
-  for (int64_t at = 0; at < n; at += CHUNK) {
-    uint8_t few = 0;
-    for (int k = 0; k < CHUNK; k++) few = uint8_t(few + (magnitude[at + k] != 0));
-    sizes.nonzero += few;
-  }
-  if (coding == ELIAS) {
-    sizes.bits[0] = elias_size(magnitude, n, n, 1, top) + sizes.nonzero;
-  } else {
-    int r = 0;
-    sizes.bits[0] = 4 + sizes.nonzero + rice_size(magnitude, n, n, 0, top, &r);
-    sizes.number[0] = 1 + r;
-  }
-  if (4 * sizes.nonzero > 3 * n) return sizes;
-  sizes.bits[1] = 0;
-  if (!sizes.nonzero) return sizes;
+// Places of values that are not 0.
+INLINE void list_nonzero(const uint8_t* magnitude, int64_t n, uint16_t* places) {
+  for_nonzero(magnitude, n, [&](int64_t place) { *places++ = uint16_t(place); });
+}
+
+// Of an Elias stream. `magnitude` has zeros behind the block up to a whole chunk.
+INLINE void elias_sizes(const uint8_t* magnitude, int top, uint16_t* places, Sizes& sizes) {
+  const int64_t n = sizes.numel, nonzero = sizes.nonzero;
+  sizes.bits[0] = elias_size(magnitude, n, n, 1, top) + nonzero;
+  if (!places) return;
+  list_nonzero(magnitude, n, places);
+  const uint8_t* bits = tables().elias_bits;
   int64_t last = -1, gaps = 0;
-  if (coding == ELIAS) {
-    const uint8_t* bits = tables().elias_bits;
-    for_nonzero(magnitude, n, [&](int64_t place) {
-      gaps += bits[log2_of(uint32_t(place - last))];
-      last = place;
-    });
-    sizes.bits[1] = sizes.nonzero + gaps + elias_size(magnitude, n, sizes.nonzero, 0, top);
-    return sizes;
+  for (int64_t i = 0; i < nonzero; i++) {
+    gaps += bits[log2_of(uint32_t(places[i] - last))];
+    last = places[i];
   }
-  const int64_t zeros = n - sizes.nonzero;
-  const int64_t ratio = 77 * (2 * zeros + sizes.nonzero) / (160 * sizes.nonzero);
-  const int r = int(minimum(15, log2_of(uint32_t(maximum(1, ratio)))));
-  for_nonzero(magnitude, n, [&](int64_t place) {
-    gaps += (place - last - 1) >> r;
-    last = place;
-  });
+  sizes.bits[1] = nonzero + gaps + elias_size(magnitude, n, nonzero, 0, top);
+}
+
+// At least as many bits as gaps take beyond their first ones and parameters: exact for r = 0.
+INLINE int64_t least_gaps(const uint8_t* magnitude, int64_t n, int64_t nonzero, int r) {
+  int64_t end = n;
+  while (!magnitude[end - 1]) end--;
+  const int64_t zeros_between = end - nonzero, rounded_off = nonzero * ((1 << r) - 1);
+  return maximum(0, zeros_between - rounded_off) >> r;
+}
+
+// The same of Rice streams. The sparse one stays as it is where it cannot be the shorter one.
+INLINE void rice_sizes(const uint8_t* magnitude, int top, const BitCounts& counts,
+                       uint16_t* places, Sizes& sizes) {
+  const int64_t n = sizes.numel, nonzero = sizes.nonzero;
   int own = 0;
-  const int64_t magnitudes = rice_size(magnitude, n, sizes.nonzero, 1, top, &own);
-  sizes.bits[1] = 8 + sizes.nonzero * (2 + r) + gaps + magnitudes;
+  sizes.bits[0] = 4 + nonzero + counts.rice_size(n, top, &own);
+  sizes.number[0] = 1 + own;
+  if (!places) return;
+  const int64_t ratio = 77 * (2 * (n - nonzero) + nonzero) / (160 * nonzero);
+  const int r = int(minimum(15, log2_of(uint32_t(maximum(1, ratio)))));
+  const int64_t others = 8 + nonzero * (2 + r);
+  // One less has at most one less of the bits above any parameter.
+  const int64_t least = counts.rice_size(nonzero, top, &own) - nonzero;
+  if (others + least_gaps(magnitude, n, nonzero, r) + least >= sizes.bits[0]) return;
+  list_nonzero(magnitude, n, places);
+  int64_t gaps = places[0] >> r;
+  for (int64_t i = 1; i < nonzero; i++) gaps += (places[i] - places[i - 1] - 1) >> r;
+  const BitCounts lowered(magnitude, n, top, true);
+  sizes.bits[1] = others + gaps + lowered.rice_size(nonzero, top, &own);
   sizes.number[1] = 1 + own, sizes.gap_parameter = r;
+}
+
+// `magnitude` has zeros behind the block up to a whole chunk. Lists the places that a sparse stream
+// keeps, unless it is longer for certain.
+INLINE Sizes sizes_of(const uint8_t* magnitude, int64_t n, int top, int32_t coding,
+                      uint16_t* places) {
+  const BitCounts counts(magnitude, n, top, false);
+  Sizes sizes = {n, counts.nonzero, {0, INT64_MAX / 2}, {0, 0}, 0};
+  const bool sparse = 4 * sizes.nonzero <= 3 * n;
+  if (sparse && !sizes.nonzero) sizes.bits[1] = 0;
+  uint16_t* const kept = sparse && sizes.nonzero ? places : nullptr;
+  if (coding == ELIAS)
+    elias_sizes(magnitude, top, kept, sizes);
+  else
+    rice_sizes(magnitude, top, counts, kept, sizes);
   return sizes;
 }
 
 // Two integers from -8 to 7 in a byte, the first in its low half.
 INLINE uint8_t nibbles(int8_t low, int8_t high) { return uint8_t((low & 15) | (high & 15) << 4); }
 
-// `k` has zeros behind the block, for a pair.
+// Two values each as Rice numbers with their signs, bits and sizes as a Word's; vectorized.
+INLINE void rice_pairs(const int8_t* k, int r, uint64_t* pairs, uint32_t* sizes) {
+  alignas(64) uint32_t bits[CHUNK], own[CHUNK];
+  for (int i = 0; i < CHUNK; i++) {
+    const uint32_t negative = k[i] < 0, magnitude = uint32_t(k[i] < 0 ? -k[i] : k[i]);
+    const uint32_t ones = magnitude >> r, there = magnitude != 0, size = ones + 1 + r + there;
+    const uint32_t fits = size <= 32, few = ones & (0u - fits), low = magnitude & ((1u << r) - 1);
+    bits[i] = ((1u << few) - 1) | low << (few + 1) | negative << ((few + 1 + r) & 31);
+    own[i] = fits ? size : LONG;
+  }
+  for (int i = 0; i < CHUNK / 2; i++) {
+    pairs[i] = bits[2 * i] | uint64_t(bits[2 * i + 1]) << (own[2 * i] & 63);
+    sizes[i] = own[2 * i] + own[2 * i + 1];
+  }
+}
+
 INLINE uint8_t* write_dense(const int8_t* k, int64_t n, int number, bool small, uint8_t* to) {
   BitWriter writer(to);
   if (number) writer.add(uint64_t(number - 1), 4);
   const Word *const one = tables().one[number], *const two = tables().two[number];
   const auto write_one = [&](int8_t value) {
     const Word word = one[uint8_t(value)];
-    if (word.size) return writer.add(word.bits, int(word.size));
+    if (word.size != LONG) return writer.add(word.bits, int(word.size));
     const uint32_t magnitude = uint32_t(value < 0 ? -value : value);  // a long Rice number
     writer.add_rice(magnitude, number - 1);
     writer.add(value < 0, 1);
   };
+  // Four values at once, unless they are long.
+  const auto write_four = [&](int64_t i, uint64_t a, uint32_t a_size, uint64_t b, uint32_t b_size) {
+    if (a_size + b_size <= 56)
+      writer.add(a | b << a_size, int(a_size + b_size));
+    else
+      for (int j = 0; j < 4; j++) write_one(k[i + j]);
+  };
   int64_t i = 0;
-  for (; small && i + 4 <= n; i += 4) {
-    const Word a = two[nibbles(k[i], k[i + 1])];
-    const Word b = two[nibbles(k[i + 2], k[i + 3])];
-    if (a.size && b.size && a.size + b.size <= 56) {
-      writer.add(a.bits | uint64_t(b.bits) << a.size, int(a.size + b.size));
-      continue;
+  if (small) {
+    for (; i + 4 <= n; i += 4) {
+      const Word a = two[nibbles(k[i], k[i + 1])], b = two[nibbles(k[i + 2], k[i + 3])];
+      write_four(i, a.bits, a.size, b.bits, b.size);
     }
-    for (int j = 0; j < 4; j++) write_one(k[i + j]);
-  }
-  for (; small && i + 2 <= n; i += 2) {
-    const uint8_t pair = nibbles(k[i], k[i + 1]);
-    const Word word = two[pair];
-    if (word.size)
-      writer.add(word.bits, int(word.size));
-    else
-      write_one(k[i]), write_one(k[i + 1]);
-  }
-  for (; i + 2 <= n; i += 2) {
-    const Word a = one[uint8_t(k[i])], b = one[uint8_t(k[i + 1])];
-    if (a.size && b.size && a.size + b.size <= 56)
-      writer.add(a.bits | uint64_t(b.bits) << a.size, int(a.size + b.size));
-    else
-      write_one(k[i]), write_one(k[i + 1]);
+  } else if (number) {
+    for (; i + CHUNK <= n; i += CHUNK) {
+      alignas(64) uint64_t pairs[CHUNK / 2];
+      alignas(64) uint32_t sizes[CHUNK / 2];
+      rice_pairs(k + i, number - 1, pairs, sizes);
+      for (int j = 0; j < CHUNK / 2; j += 2)
+        write_four(i + 2 * j, pairs[j], sizes[j], pairs[j + 1], sizes[j + 1]);
+    }
   }
   for (; i < n; i++) write_one(k[i]);
   return writer.end();
 }
 
-INLINE uint8_t* write_sparse(const int8_t* k, const uint8_t* magnitude, const Sizes& sizes,
+// A value that is not 0 and what lies between it and the one before.
+INLINE void write_kept(BitWriter& writer, uint32_t gap, int8_t value, int number, int r) {
+  const uint32_t own = uint32_t(value < 0 ? -value : value);
+  if (number) {
+    writer.add_rice(gap - 1, r);
+    writer.add(value < 0, 1);
+    return writer.add_rice(own - 1, number - 1);
+  }
+  const Number far = gap < KNOWN ? tables().elias[gap] : elias_number(gap);
+  const Number near = tables().elias[own];
+  const uint64_t signed_near = uint64_t(value < 0) | near.bits << 1;
+  writer.add(far.bits | signed_near << far.size, far.size + 1 + near.size);
+}
+
+INLINE uint8_t* write_sparse(const int8_t* k, const uint16_t* places, const Sizes& sizes,
                              uint8_t* to) {
   if (!sizes.nonzero) return to;
   BitWriter writer(to);
   const int number = sizes.number[1], r = sizes.gap_parameter;
-  if (number) writer.add(uint64_t(r | (number - 1) << 4), 8);
-  int64_t last = -1;
-  const Number* const elias = tables().elias;
-  for_nonzero(magnitude, sizes.numel, [&](int64_t place) {
-    const uint32_t gap = uint32_t(place - last), own = magnitude[place];
-    last = place;
-    const Number far = number        ? rice_number(gap - 1, r)
-                       : gap < KNOWN ? elias[gap]
-                                     : elias_number(gap);
-    const Number near = number ? rice_number(own - 1, number - 1) : elias[own];
-    if (far.size + 1 + near.size <= 56) {
-      const uint64_t negative = k[place] < 0;
-      writer.add(far.bits | (negative | near.bits << 1) << far.size, far.size + 1 + near.size);
-      return;
+  int64_t last = -1, i = 0;
+  if (number) {
+    writer.add(uint64_t(r | (number - 1) << 4), 8);
+    const Word *const gaps = tables().gap[r], *const kept = tables().kept[number - 1];
+    const Word far = {0, LONG};
+    for (; i + 2 <= sizes.nonzero; i += 2) {  // two at once, unless they are long
+      const int64_t here = places[i], next = places[i + 1];
+      const uint64_t gap = uint64_t(here - last - 1), second = uint64_t(next - here - 1);
+      const Word words[] = {gap < KNOWN_GAPS ? gaps[gap] : far, kept[uint8_t(k[here])],
+                            second < KNOWN_GAPS ? gaps[second] : far, kept[uint8_t(k[next])]};
+      const uint32_t a = words[0].size + words[1].size, b = words[2].size + words[3].size;
+      if (a + b <= 56) {
+        const uint64_t low = words[0].bits | uint64_t(words[1].bits) << words[0].size;
+        const uint64_t high = words[2].bits | uint64_t(words[3].bits) << words[2].size;
+        writer.add(low | high << a, int(a + b));
+      } else {
+        write_kept(writer, uint32_t(gap + 1), k[here], number, r);
+        write_kept(writer, uint32_t(second + 1), k[next], number, r);
+      }
+      last = next;
     }
-    if (far.size <= 48)
-      writer.add(far.bits, far.size);
-    else
-      writer.add_rice(gap - 1, r);  // Elias numbers are shorter
-    writer.add(k[place] < 0, 1);
-    if (!number)
-      writer.add(near.bits, near.size);
-    else
-      writer.add_rice(own - 1, number - 1);
-  });
+  }
+  for (; i < sizes.nonzero; last = places[i++])
+    write_kept(writer, uint32_t(places[i] - last), k[places[i]], number, r);
   return writer.end();
 }
 
 // Writes a block's stream, or its packed codes, to `to`, and its header; returns the end.
 INLINE uint8_t* code_block(const uint8_t* packed, int64_t n, const Planes& planes, int bits,
-                           int32_t coding, int8_t* k, uint8_t* magnitude, uint8_t* header,
-                           uint8_t* to) {
+                           int32_t coding, int8_t* k, uint8_t* magnitude, uint16_t* places,
+                           uint8_t* header, uint8_t* to) {
   const int top = (1 << (bits - 1)) - 1;
   uint8_t largest = 0;
   for (int64_t at = 0; at < n; at += CHUNK) {
@@ -236,13 +312,13 @@ INLINE uint8_t* code_block(const uint8_t* packed, int64_t n, const Planes& plane
   }
   uint16_t word = 0;
   if (largest <= top) {
-    const Sizes sizes = sizes_of(magnitude, n, top, coding);
+    const Sizes sizes = sizes_of(magnitude, n, top, coding, places);
     const int which = sizes.bytes(1) < sizes.bytes(0);
     const int64_t size = sizes.bytes(which);
     if (size < planes.bytes && size < 1 << 14) {
       word = uint16_t(size | (1 + which) << 14);
       memcpy(header, &word, 2);
-      return which ? write_sparse(k, magnitude, sizes, to)
+      return which ? write_sparse(k, places, sizes, to)
                    : write_dense(k, n, sizes.number[0], bits <= 4, to);
     }
   }

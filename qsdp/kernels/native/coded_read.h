@@ -58,7 +58,8 @@ struct BitReader {
   }
 };
 
-constexpr int LOOKED_UP = 4;  // numbers up to this one: of others a window holds one or none
+constexpr int LOOKED_UP = 4;  // numbers up to this one: of others the table's window holds few
+constexpr int AT_A_TIME = 3;  // Rice numbers that are read from one window without the table
 
 // A dense stream and its values, as int8 around zero.
 struct Dense {
@@ -66,13 +67,21 @@ struct Dense {
   int number, top;
   const Found* found;
   int8_t* k;
-  int64_t n, i = 0;  // i: how many values there are; up to 7 more than n
+  int64_t n, i = 0;      // i: how many values there are; up to 7 more than n
+  bool stopped = false;  // at what no encoder writes
 
   Dense(const BitReader& bits, int64_t numel, int32_t coding, int top_, int8_t* to)
       : reader(bits), number(0), top(top_), k(to), n(numel) {
     if (coding == RICE) number = 1 + int(reader.take(4));
     found = tables().found[number <= LOOKED_UP ? number : 0];
   }
+
+  // Whether AT_A_TIME numbers fit a window, also those of one more than the most ones.
+  INLINE bool fits_window() const {
+    const int r = number - 1;
+    return number > LOOKED_UP && AT_A_TIME * ((top >> r) + 1 + 1 + r + 1) <= 57;
+  }
+  INLINE bool done() const { return i >= n || stopped; }
 
   // Reads some values, or one; whether there were any and more are wanted.
   INLINE bool step() {
@@ -87,7 +96,8 @@ struct Dense {
     if (number && short_rice()) return i < n;
     const uint32_t magnitude = number ? reader.rice(number - 1) : reader.elias() - 1;
     const bool negative = !reader.over && magnitude && reader.take(1);
-    if (reader.over || magnitude > uint32_t(top)) return false;
+    stopped = reader.over || magnitude > uint32_t(top);
+    if (stopped) return false;
     k[i++] = int8_t(negative ? -int(magnitude) : int(magnitude));
     return i < n;
   }
@@ -118,19 +128,30 @@ struct Dense {
   }
 };
 
-INLINE void read_sparse(BitReader& reader, int64_t n, int32_t coding, int top, int8_t* k) {
-  memset(k, 0, size_t(n));
-  if (!reader.size) return;
-  const bool elias = coding == ELIAS;
-  const int r = elias ? 0 : int(reader.take(4)), own = elias ? 0 : int(reader.take(4));
-  const Read* const known = tables().elias_read;
-  int64_t at = -1;
-  while (at + 1 < n && !reader.over) {
+// A sparse stream and its values.
+struct Sparse {
+  BitReader reader;
+  bool elias;
+  int top, r = 0, own = 0;  // parameters of gaps and of magnitudes
+  int8_t* k;
+  int64_t n, at = -1;
+
+  Sparse(const BitReader& bits, int64_t numel, int32_t coding, int top_, int8_t* to)
+      : reader(bits), elias(coding == ELIAS), top(top_), k(to), n(numel) {
+    memset(k, 0, size_t(n));
+    if (!elias && reader.size) r = int(reader.take(4)), own = int(reader.take(4));
+  }
+  INLINE bool done() const { return at + 1 >= n || !reader.size; }
+  INLINE int64_t good() const { return n; }
+
+  // Reads a value; whether there was one and more are wanted.
+  INLINE bool step() {
     const uint64_t bits = reader.window();
     int64_t gap, magnitude;
     int size;
     bool negative;
     if (elias) {
+      const Read* const known = tables().elias_read;
       const Read far = known[bits & ((1 << WINDOW) - 1)];
       const Read near = known[bits >> (far.size + 1) & ((1 << WINDOW) - 1)];
       gap = far.number, magnitude = near.number, negative = bits >> far.size & 1;
@@ -152,10 +173,11 @@ INLINE void read_sparse(BitReader& reader, int64_t n, int32_t coding, int top, i
       magnitude = elias ? reader.elias() : int64_t(reader.rice(own)) + 1;
     }
     at += gap;
-    if (reader.over || magnitude > top || at >= n) return;
+    if (reader.over || magnitude > top || at >= n) return false;
     k[at] = int8_t(negative ? -magnitude : magnitude);
+    return at + 1 < n;
   }
-}
+};
 
 // Packs integers, of which the first `good` are there and the others are 0.
 INLINE void pack_values(int8_t* k, int64_t good, int64_t n, const Planes& planes, int top,

@@ -14,6 +14,7 @@ constexpr int NUMBERS = 1 + PARAMETERS;  // Elias, then Rice by parameter
 constexpr int WINDOW = 11;            // bits of a stream that a table is looked up by
 constexpr int AT_ONCE = 8;            // values that it gives at most
 constexpr uint32_t KNOWN = 512;       // Elias numbers below it are in a table
+constexpr uint32_t KNOWN_GAPS = 128;  // and Rice numbers of gaps
 
 // A number, first bit lowest. Of more than 64 bits, the size alone.
 struct Number {
@@ -52,10 +53,16 @@ inline Number signed_number(int number, int k) {
   return n;
 }
 
-// What to write: at most 32 bits; size 0 where they are more.
+// What to write: at most 32 bits. Where they are more, LONG, so that no sum with it fits a writer.
 struct Word {
   uint32_t bits, size;
 };
+
+constexpr uint32_t LONG = 64;
+
+inline Word word_of(const Number& n) {
+  return n.size > 32 ? Word{0, LONG} : Word{uint32_t(n.bits), uint32_t(n.size)};
+}
 
 // The values that stand complete in the next WINDOW bits, as int8, and the bits that they take.
 struct Found {
@@ -71,6 +78,8 @@ struct Read {
 struct Tables {
   Word one[NUMBERS][256];              // by a value as uint8
   Word two[NUMBERS][256];              // by the low four bits of one value, and of the next
+  Word gap[16][KNOWN_GAPS];            // by Rice parameter: a gap - 1
+  Word kept[PARAMETERS][256];          // by Rice parameter: a value's sign and its magnitude - 1
   Found found[NUMBERS][1 << WINDOW];
   uint8_t elias_bits[18];              // of numbers with so many bits after the first
   Number elias[KNOWN];
@@ -87,6 +96,10 @@ struct Tables {
         elias_read[elias[n].bits | more << size] = {uint8_t(n), uint8_t(size)};
     }
     for (int number = 0; number < NUMBERS; number++) fill(number);
+    for (int r = 0; r < 16; r++)
+      for (uint32_t n = 0; n < KNOWN_GAPS; n++) gap[r][n] = word_of(rice_number(n, r));
+    for (int r = 0; r < PARAMETERS; r++)
+      for (int k = -128; k < 128; k++) kept[r][k & 255] = kept_word(k, r);
   }
 
  private:
@@ -96,15 +109,15 @@ struct Tables {
     for (int& k : first) k = 128;
     for (int k = -127; k < 128; k++) {
       const Number n = signed_of[k & 255] = signed_number(number, k);
-      one[number][k & 255] = n.size > 32 ? Word{0, 0} : Word{uint32_t(n.bits), uint32_t(n.size)};
+      one[number][k & 255] = word_of(n);
       for (uint64_t more = 0; n.size <= WINDOW && more < 1u << (WINDOW - n.size); more++)
         first[n.bits | more << n.size] = k;
     }
-    one[number][128] = {0, 0};  // no integer of a block
+    one[number][128] = {0, LONG};  // no integer of a block
     for (int pair = 0; pair < 256; pair++) {
       const Number a = signed_of[low_nibble(pair)], b = signed_of[low_nibble(pair >> 4)];
       two[number][pair] = a.size + b.size > 32
-                              ? Word{0, 0}
+                              ? Word{0, LONG}
                               : Word{uint32_t(a.bits | b.bits << a.size), uint32_t(a.size + b.size)};
     }
     for (uint32_t window = 0; window < 1u << WINDOW; window++) {
@@ -117,6 +130,13 @@ struct Tables {
       }
       found[number][window] = at;
     }
+  }
+
+  static Word kept_word(int k, int r) {
+    if (!k || k == -128) return {0, LONG};  // no value that is kept
+    const Number n = rice_number(uint32_t(k < 0 ? -k : k) - 1, r);
+    return n.size > 31 ? Word{0, LONG}
+                       : Word{uint32_t(n.bits << 1 | (k < 0)), uint32_t(n.size + 1)};
   }
 
   // Four bits with their sign, as an index by uint8.

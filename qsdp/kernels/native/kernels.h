@@ -20,4 +20,5 @@
 #include "update.h"
 #include "coded.h"
 #include "coded_read.h"
+#include "coded_together.h"
 #include "coded_rows.h"
