@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -13,21 +12,12 @@ pytest.importorskip("transformers", reason="needs pip install 'qsdp[train]'")
 
 from qsdp import Quantizer, wire_bytes
 from qsdp.kernels.coded import FIXED, encode_block
-from research.widths import codec, reductions, schemes
+from research.widths import codec, recipe, recipe_table, reductions, schemes
 from research.widths.feedback import FINE, RATES, Sender, cases
 from research.widths.schemes import Scheme
 from research.widths.streams import rice_bytes
 
 NUMEL = 4096
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def gradients(seed: int, ranks: int = 3) -> torch.Tensor:
@@ -75,6 +65,28 @@ def test_what_is_sent_fits_the_budget_and_feedback_telescopes(rate: float, case:
         assert kept.abs().max() > 1e-4
     else:
         assert sender.residual == 0.0
+
+
+@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize("budget", [2.5, 3.2, 9.0])
+def test_largest_gains_are_what_the_knapsack_takes(least: int, budget: float) -> None:
+    """With a value more in no block the knapsack is not needed: its choice has the same error."""
+    rows = codec.blocks_of(codec.rotate(gradients(5, ranks=1)[0]), 128)
+    rms, most = rows.square().mean(1).sqrt(), rows.abs().amax(1)
+    found = codec.chosen_widths(rms, most, 128, budget, least, 0.0)
+    # A last block that is not full by one value goes through the knapsack.
+    exact = codec.chosen_widths(rms, most, 128, budget, least, 0.0, numel=NUMEL - 1)
+    step = (2 * most[:, None] / (2.0 ** torch.arange(9) - 1).clamp(min=1)).square()
+    errors = [float(step[torch.arange(len(rows)), widths].sum()) for widths in (found, exact)]
+    assert errors[0] <= errors[1] * (1 + 1e-6)
+    assert float(found.sum()) <= (budget - (16 + 4) / 128) * len(rows)
+    assert int(found.min()) >= least and int(found.max()) <= 8
+
+
+def test_a_budget_below_the_least_bits_is_refused() -> None:
+    ones = torch.ones(4)
+    with pytest.raises(ValueError, match="at least"):
+        codec.chosen_widths(ones, ones, 128, 1.1, 1, 0.0)
 
 
 UNBIASED: dict[str, Scheme] = {
@@ -169,3 +181,34 @@ def test_a_ring_encodes_partial_sums_again() -> None:
     assert errors[0] == 0.0
     once = reductions.error(scheme(rows, 0.0, torch.Generator())[0].mean(0), rows)
     assert errors[2] > 2 * errors[1] > 0 and errors[2] > 3 * once
+
+
+@pytest.mark.parametrize("case", [case for case in recipe.cases() if case != "full"])
+def test_what_the_recipe_sends_takes_the_bits_of_its_name(case: str) -> None:
+    """Matrices keep their shapes, and no case but those of grids spends more than it says."""
+    send = recipe.cases()[case]
+    assert send is not None
+    grads = [x.view(64, 64) for x in gradients(6, ranks=2)]
+    decoded, bits = send(grads, torch.Generator().manual_seed(1))
+    assert [x.shape for x in decoded] == [x.shape for x in grads]
+    name = case.split()[0]
+    if name == "coded,":
+        assert bits < 0.5 + int(case.split()[1][0]), "less than in fixed widths"
+    else:
+        assert float(name) - 0.1 < bits <= float(name) + 1e-9
+    for x, y in zip(grads, decoded, strict=True):
+        assert float((x - y).norm()) < 3 * float(x.norm())
+
+
+def test_the_table_pairs_runs_by_seed() -> None:
+    """A seed that the other case lacks does not count."""
+    run = {"model": "141k", "optimizer": "muon", "lr": 0.016, "steps": 9}
+    losses = {"full": (3.0, 4.0), "2.125 fixed": (3.2, 4.2), "2.125 chosen": (3.1, 4.4, 9.9)}
+    found = [
+        run | {"case": case, "seed": seed, "loss": loss, "bits": 32.0 if case == "full" else 2.125}
+        for case, by_seed in losses.items()
+        for seed, loss in enumerate(by_seed)
+    ]
+    lines = recipe_table.format_found(found).splitlines()
+    (chosen,) = (line for line in lines if "2.125 chosen" in line)
+    assert "+0.2500 ± 0.1500" in chosen and "+0.0500 ± 0.1500" in chosen

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from qsdp.kernels.transform import SIZE, hadamard, inverse_hadamard
+from qsdp.kernels.transform import SIZE, hadamard
 from qsdp.tune.allocate import Item, within_budget
 
 MAX_WIDTH = 8
@@ -12,15 +14,19 @@ SCALE_BITS = 16
 WIDTH_BITS = 4  # that say a block's width
 
 
+# Times a row of 32: the library's transform, to the same lengths, as one product.
+_ROTATION = hadamard(torch.eye(SIZE)) * SIZE**0.5
+
+
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """A flat tensor in rows of 32, rotated to the same lengths; padded with zeros."""
     padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % SIZE))
-    return hadamard(padded[None])[0] / SIZE**0.5
+    return (padded.view(-1, SIZE) @ _ROTATION).flatten()
 
 
 def unrotate(y: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The inverse, in the shape of ``like``."""
-    return (inverse_hadamard(y[None])[0] * SIZE**0.5)[: like.numel()].view(like.shape)
+    return (y.view(-1, SIZE) @ _ROTATION.T).flatten()[: like.numel()].view(like.shape)
 
 
 def blocks_of(y: torch.Tensor, block: int) -> torch.Tensor:
@@ -88,8 +94,12 @@ def chosen_widths(
     errors = step.square() / 12
     errors[:, 0] = rms.double().square()
     weight = torch.where(rms > 0, rms.double().clamp(min=1e-30) ** -power, 0.0)
-    harms = (errors * weight[:, None])[:, least:].tolist()
+    errors *= weight[:, None]
     numel = numel or block * len(rms)
+    if least and numel == block * len(rms):
+        spare = budget - fixed_bits(least, block) - WIDTH_BITS / block
+        return least + _largest_gains(errors[:, least:], math.floor(spare * len(rms) + 1e-9))
+    harms = errors[:, least:].tolist()
     sizes = [min(block, numel - at) for at in range(0, numel, block)]
     rates = {size: _rates(size, least) for size in set(sizes)}
     items = [
@@ -98,6 +108,16 @@ def chosen_widths(
     ]
     found = within_budget(items, budget - WIDTH_BITS * len(rms) / numel)
     return torch.tensor([least + rates[item.numel].index(found[item.name]) for item in items])
+
+
+def _largest_gains(errors: torch.Tensor, upgrades: int) -> torch.Tensor:
+    """Upgrades of each block. What the knapsack gives where they all cost the same: those with the
+    largest gains, which fall from bit to bit."""
+    if upgrades < 0:
+        raise ValueError("the budget must be at least the least bits with their scales and widths")
+    gains = -errors.diff(dim=1)
+    taken = gains.flatten().topk(min(upgrades, gains.numel())).indices
+    return torch.bincount(taken // gains.shape[1], minlength=len(errors))
 
 
 def _rates(size: int, least: int) -> list[float]:
