@@ -57,6 +57,13 @@ def test_a_plan_with_wrong_fields(entry: dict, tmp_path: Path) -> None:
         script("evidence").commands(tmp_path / "plan.json", tmp_path)
 
 
+def test_a_plan_whose_seeds_are_no_list(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps([{"sweep": "memory.json", "out": "x", "seeds": 1}]))
+    with pytest.raises(ValueError, match="seeds is a list; got 1"):
+        script("evidence").commands(plan, tmp_path)
+
+
 def test_stands_still_while_a_file_exists(tmp_path: Path) -> None:
     """All of a tree, what leads a session of its own included, and to the end afterwards."""
     count, pause = tmp_path / "count", tmp_path / "pause"

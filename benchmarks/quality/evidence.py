@@ -72,6 +72,9 @@ def _check(plan: Path, entry: dict[str, Any]) -> None:
             f"{plan}: a sweep has the fields {', '.join(sorted(_FIELDS))}, sweep and out at least; "
             f"got {', '.join(sorted(entry))}"
         )
+    for name in ("only", "seeds"):
+        if not isinstance(entry.get(name, []), list):
+            raise ValueError(f"{plan}: {name} is a list; got {entry[name]!r}")
 
 
 def attend(command: list[str], until: datetime | None, pause: Path | None) -> int:
