@@ -98,6 +98,17 @@ struct BitCounts {
     return sum;
   }
 
+  // At least as many bits as `counted` magnitudes take as Rice numbers of one less: those that are
+  // not below a parameter's step lose at most 1 of what is above it.
+  INLINE int64_t least_lowered(int64_t counted, int top) const {
+    int64_t least = INT64_MAX;
+    for (int r = 0; r == 0 || top >> (r - 1); r++) {
+      const int64_t above = shifted(r);
+      least = minimum(least, counted * (1 + r) + above - minimum(counted, above));
+    }
+    return least;
+  }
+
   // Bits of `counted` magnitudes as Rice numbers, and the parameter that makes them shortest.
   INLINE int64_t rice_size(int64_t counted, int top, int* parameter) const {
     int64_t best = INT64_MAX;
@@ -163,8 +174,7 @@ INLINE void rice_sizes(const uint8_t* magnitude, int top, const BitCounts& count
   const int64_t ratio = 77 * (2 * (n - nonzero) + nonzero) / (160 * nonzero);
   const int r = int(minimum(15, log2_of(uint32_t(maximum(1, ratio)))));
   const int64_t others = 8 + nonzero * (2 + r);
-  // One less has at most one less of the bits above any parameter.
-  const int64_t least = counts.rice_size(nonzero, top, &own) - nonzero;
+  const int64_t least = counts.least_lowered(nonzero, top);
   if (others + least_gaps(magnitude, n, nonzero, r) + least >= sizes.bits[0]) return;
   list_nonzero(magnitude, n, places);
   int64_t gaps = places[0] >> r;

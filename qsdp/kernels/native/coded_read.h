@@ -58,34 +58,29 @@ struct BitReader {
   }
 };
 
-constexpr int LOOKED_UP = 4;  // numbers up to this one: of others the table's window holds few
-constexpr int AT_A_TIME = 3;  // Rice numbers that are read from one window without the table
-
 // A dense stream and its values, as int8 around zero.
 struct Dense {
   BitReader reader;
   int number, top;
-  const Found* found;
+  const Found* found;    // for numbers below FEW_FROM
+  const Few* few;        // for others
   int8_t* k;
-  int64_t n, i = 0;      // i: how many values there are; up to 7 more than n
+  int64_t n, i = 0;      // i: how many values there are; up to 31 more than n
   bool stopped = false;  // at what no encoder writes
 
   Dense(const BitReader& bits, int64_t numel, int32_t coding, int top_, int8_t* to)
       : reader(bits), number(0), top(top_), k(to), n(numel) {
     if (coding == RICE) number = 1 + int(reader.take(4));
-    found = tables().found[number <= LOOKED_UP ? number : 0];
+    found = tables().found[long_numbers() ? 0 : number];
+    few = tables().few[number < NUMBERS ? number : 0];
   }
 
-  // Whether AT_A_TIME numbers fit a window, also those of one more than the most ones.
-  INLINE bool fits_window() const {
-    const int r = number - 1;
-    return number > LOOKED_UP && AT_A_TIME * ((top >> r) + 1 + 1 + r + 1) <= 57;
-  }
+  INLINE bool long_numbers() const { return number >= FEW_FROM; }
   INLINE bool done() const { return i >= n || stopped; }
 
   // Reads some values, or one; whether there were any and more are wanted.
   INLINE bool step() {
-    if (number <= LOOKED_UP) {
+    if (!long_numbers()) {
       const Found next = found[reader.window() & ((1 << WINDOW) - 1)];
       if (next.count && reader.at + next.size <= reader.size) {
         store(k + i, next.values);
@@ -117,11 +112,14 @@ struct Dense {
     return true;
   }
 
-  // The values that no encoder writes end it: how many come before.
+  // The values that no encoder writes end it: how many come before. Behind `i` there is room for a
+  // whole chunk.
   INLINE int64_t good() const {
     const int64_t count = minimum(i, n);
-    bool beyond = false;
-    for (int64_t at = 0; at < count; at++) beyond |= k[at] > top || k[at] < -top;
+    uint8_t beyond = 0;
+    memset(k + count, 0, size_t(divide_up(count, CHUNK) * CHUNK - count));
+    for (int64_t at = 0; at < count; at += CHUNK)
+      for (int j = 0; j < CHUNK; j++) beyond |= uint8_t(uint8_t(k[at + j] + top) > 2 * top);
     for (int64_t at = 0; beyond && at < count; at++)
       if (k[at] > top || k[at] < -top) return at;
     return count;

@@ -33,13 +33,13 @@ void expand(const ExpandJob& job, int64_t begin, int64_t end, const uint8_t* fro
       memcpy(packed, from, size_t(size));
     } else if (mode == 1) {
       Dense dense(reader, n, span.coding, top, nullptr);
-      const bool windows = dense.fits_window();
-      Group<Dense>& group = windows ? groups.from_windows : groups.by_table;
-      dense.k = values[windows][group.count];
-      if (windows)
-        group.add(dense, planes, packed, read_from_windows);
+      const bool few = dense.long_numbers();
+      Group<Dense>& group = few ? groups.long_numbers : groups.short_numbers;
+      dense.k = values[few][group.count];
+      if (few)
+        group.add(dense, planes, packed, read_few);
       else
-        group.add(dense, planes, packed, read_by_table);
+        group.add(dense, planes, packed, read_found);
     } else {
       const Sparse sparse(reader, n, span.coding, top, values[2][groups.sparse.count]);
       groups.sparse.add(sparse, planes, packed, [](Sparse(&)[TOGETHER]) {});

@@ -13,6 +13,9 @@ constexpr int PARAMETERS = 8;         // of Rice numbers that are magnitudes
 constexpr int NUMBERS = 1 + PARAMETERS;  // Elias, then Rice by parameter
 constexpr int WINDOW = 11;            // bits of a stream that a table is looked up by
 constexpr int AT_ONCE = 8;            // values that it gives at most
+constexpr int FEW_WINDOW = 12;        // the same where numbers are longer
+constexpr int FEW_AT_ONCE = 2;
+constexpr int FEW_FROM = 4;           // the first of NUMBERS that are
 constexpr uint32_t KNOWN = 512;       // Elias numbers below it are in a table
 constexpr uint32_t KNOWN_GAPS = 128;  // and Rice numbers of gaps
 
@@ -70,6 +73,12 @@ struct Found {
   uint32_t count, size;
 };
 
+// The same of FEW_WINDOW bits.
+struct Few {
+  uint16_t values;
+  uint8_t count, size;
+};
+
 // An Elias number that a window begins with; size 0 where it is longer.
 struct Read {
   uint8_t number, size;
@@ -80,7 +89,8 @@ struct Tables {
   Word two[NUMBERS][256];              // by the low four bits of one value, and of the next
   Word gap[16][KNOWN_GAPS];            // by Rice parameter: a gap - 1
   Word kept[PARAMETERS][256];          // by Rice parameter: a value's sign and its magnitude - 1
-  Found found[NUMBERS][1 << WINDOW];
+  Found found[FEW_FROM][1 << WINDOW];
+  Few few[NUMBERS][1 << FEW_WINDOW];   // from FEW_FROM on; nothing stands in those before
   uint8_t elias_bits[18];              // of numbers with so many bits after the first
   Number elias[KNOWN];
   Read elias_read[1 << WINDOW];
@@ -105,14 +115,8 @@ struct Tables {
  private:
   void fill(int number) {
     Number signed_of[256];
-    int first[1 << WINDOW];  // the value that a window begins with; 128 if none is complete
-    for (int& k : first) k = 128;
-    for (int k = -127; k < 128; k++) {
-      const Number n = signed_of[k & 255] = signed_number(number, k);
-      one[number][k & 255] = word_of(n);
-      for (uint64_t more = 0; n.size <= WINDOW && more < 1u << (WINDOW - n.size); more++)
-        first[n.bits | more << n.size] = k;
-    }
+    for (int k = -127; k < 128; k++)
+      one[number][k & 255] = word_of(signed_of[k & 255] = signed_number(number, k));
     one[number][128] = {0, LONG};  // no integer of a block
     for (int pair = 0; pair < 256; pair++) {
       const Number a = signed_of[low_nibble(pair)], b = signed_of[low_nibble(pair >> 4)];
@@ -120,15 +124,33 @@ struct Tables {
                               ? Word{0, LONG}
                               : Word{uint32_t(a.bits | b.bits << a.size), uint32_t(a.size + b.size)};
     }
-    for (uint32_t window = 0; window < 1u << WINDOW; window++) {
-      Found at = {0, 0, 0};
-      while (at.count < AT_ONCE && at.size < WINDOW) {
-        const int k = first[window >> at.size];
-        if (k == 128 || int(at.size) + signed_of[k & 255].size > WINDOW) break;
-        at.values |= uint64_t(uint8_t(k)) << 8 * at.count++;
-        at.size += uint32_t(signed_of[k & 255].size);
+    memset(few[number], 0, sizeof few[number]);
+    if (number < FEW_FROM)
+      fill_windows<WINDOW, AT_ONCE>(signed_of, found[number]);
+    else
+      fill_windows<FEW_WINDOW, FEW_AT_ONCE>(signed_of, few[number]);
+  }
+
+  template <int BITS, int MOST, class Entry>
+  static void fill_windows(const Number (&signed_of)[256], Entry (&entries)[1 << BITS]) {
+    int first[1 << BITS];  // the value that a window begins with; 128 if none is complete
+    for (int& k : first) k = 128;
+    for (int k = -127; k < 128; k++) {
+      const Number& n = signed_of[k & 255];
+      for (uint64_t more = 0; n.size <= BITS && more < 1u << (BITS - n.size); more++)
+        first[n.bits | more << n.size] = k;
+    }
+    for (int window = 0; window < 1 << BITS; window++) {
+      uint64_t values = 0;
+      int count = 0, size = 0;
+      while (count < MOST && size < BITS) {
+        const int k = first[window >> size];
+        if (k == 128 || size + signed_of[k & 255].size > BITS) break;
+        values |= uint64_t(uint8_t(k)) << 8 * count++;
+        size += signed_of[k & 255].size;
       }
-      found[number][window] = at;
+      entries[window] = {decltype(Entry::values)(values), decltype(Entry::count)(count),
+                         decltype(Entry::size)(size)};
     }
   }
 

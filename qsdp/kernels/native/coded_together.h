@@ -4,6 +4,7 @@ namespace {
 namespace QSDP_NAMESPACE {
 
 constexpr int TOGETHER = 4;
+constexpr int LOOKUPS = 4;  // of one 57-bit window
 
 // How often up to `bits` bits may be taken, each time from a whole window.
 INLINE int64_t safe_steps(const BitReader& reader, int bits) {
@@ -11,32 +12,41 @@ INLINE int64_t safe_steps(const BitReader& reader, int bits) {
   return (there - reader.at) / bits;
 }
 
-// By the table, with a look at what is left only now and then. Stops where one is nearly done.
-INLINE void read_by_table(Dense (&blocks)[TOGETHER]) {
+// Blocks by the table that `of` gives of each, with a look at what is left only now and then. Stops
+// where one is nearly done.
+template <int BITS, int MOST, int COUNT, class Table>
+INLINE void read_by_table(Dense (&blocks)[COUNT], const Table& of) {
   for (;;) {
     int64_t steps = INT64_MAX;
     for (const Dense& block : blocks)
-      steps = minimum(steps, minimum(safe_steps(block.reader, WINDOW),
-                                     divide_up(block.n - block.i, int64_t(AT_ONCE))));
+      steps = minimum(steps, minimum(safe_steps(block.reader, LOOKUPS * BITS),
+                                     divide_up(block.n - block.i, int64_t(LOOKUPS * MOST))));
     if (steps <= 0) return;
-    const uint8_t* from[TOGETHER];
-    const Found* found[TOGETHER];
-    int8_t* k[TOGETHER];
-    int64_t at[TOGETHER];
-    for (int s = 0; s < TOGETHER; s++) {
-      from[s] = blocks[s].reader.from, at[s] = blocks[s].reader.at;
-      found[s] = blocks[s].found, k[s] = blocks[s].k + blocks[s].i;
+    // Copies: what is written to bytes might change anything else, as far as a compiler knows.
+    const uint8_t* const from = blocks[0].reader.from;  // of all, so that registers suffice
+    decltype(of(blocks[0])) table[COUNT];
+    int8_t* k[COUNT];
+    int64_t at[COUNT];
+    for (int s = 0; s < COUNT; s++) {
+      at[s] = 8 * (blocks[s].reader.from - from) + blocks[s].reader.at;
+      table[s] = of(blocks[s]), k[s] = blocks[s].k + blocks[s].i;
     }
     bool whole = true;
     const auto read = [&](int s) {
-      const uint64_t bits = load<uint64_t>(from[s] + (at[s] >> 3)) >> (at[s] & 7);
-      const Found& next = found[s][bits & ((1 << WINDOW) - 1)];
-      store(k[s], next.values);
-      k[s] += next.count, at[s] += next.size, whole &= next.count != 0;
+      uint64_t bits = load<uint64_t>(from + (at[s] >> 3)) >> (at[s] & 7);
+      for (int lookup = 0; lookup < LOOKUPS; lookup++) {
+        const auto& next = table[s][bits & ((1 << BITS) - 1)];
+        store(k[s], next.values);
+        k[s] += next.count, at[s] += next.size, bits >>= next.size;
+        if (lookup == LOOKUPS - 1) whole &= next.count != 0;  // 0 for all that follow, too
+      }
     };
-    for (; steps > 0 && whole; steps--) read(0), read(1), read(2), read(3);
-    for (int s = 0; s < TOGETHER; s++)
-      blocks[s].reader.at = at[s], blocks[s].i = k[s] - blocks[s].k;
+    for (; steps > 0 && whole; steps--)
+      for (int s = 0; s < COUNT; s++) read(s);
+    for (int s = 0; s < COUNT; s++) {
+      blocks[s].reader.at = at[s] - 8 * (blocks[s].reader.from - from);
+      blocks[s].i = k[s] - blocks[s].k;
+    }
     for (Dense& block : blocks)  // a long number of one of them
       if (!whole && !block.done() && !block.step()) return;
     for (const Dense& block : blocks)
@@ -44,46 +54,20 @@ INLINE void read_by_table(Dense (&blocks)[TOGETHER]) {
   }
 }
 
-// Blocks that all `fits_window`. Stops where one is nearly done or has what no encoder writes.
-INLINE void read_from_windows(Dense (&blocks)[TOGETHER]) {
-  // Copies: what is written to bytes might change anything else, as far as a compiler knows.
-  const uint8_t* from[TOGETHER];
-  int8_t* k[TOGETHER];
-  int64_t at[TOGETHER];
-  int64_t r[TOGETHER];
-  uint64_t most[TOGETHER];  // a bit at one more than the ones of any magnitude
-  for (int s = 0; s < TOGETHER; s++) {
-    from[s] = blocks[s].reader.from, r[s] = blocks[s].number - 1;
-    most[s] = uint64_t(1) << ((blocks[s].top >> r[s]) + 1);
-  }
-  for (;;) {
-    int64_t steps = INT64_MAX;
-    for (const Dense& block : blocks)
-      steps = minimum(steps, minimum(safe_steps(block.reader, 57),
-                                     (block.n - block.i) / AT_A_TIME));
-    if (steps <= 0) return;
-    int64_t over = 0;
-    for (int s = 0; s < TOGETHER; s++)
-      at[s] = blocks[s].reader.at, k[s] = blocks[s].k + blocks[s].i;
-    const auto read = [&](int s) {
-      const uint64_t low = (uint64_t(1) << r[s]) - 1, any = 2 * low + 1;
-      uint64_t bits = load<uint64_t>(from[s] + (at[s] >> 3)) >> (at[s] & 7);
-      for (int v = 0; v < AT_A_TIME; v++) {
-        const int64_t ones = __builtin_ctzll(~bits | most[s]), there = (bits & any) != 0;
-        const uint64_t rest = bits >> (ones + 1);
-        const int64_t magnitude = ones << r[s] | int64_t(rest & low);
-        const int64_t negative = int64_t(rest >> r[s]) & there, size = ones + 1 + r[s] + there;
-        over |= magnitude;
-        k[s][v] = int8_t((magnitude ^ -negative) + negative);
-        bits >>= size, at[s] += size;
-      }
-      k[s] += AT_A_TIME;
-    };
-    for (int64_t step = 0; step < steps; step++) read(0), read(1), read(2), read(3);
-    if (over > INT8_MAX) return;  // smaller ones that are too large are found by good()
-    for (int s = 0; s < TOGETHER; s++)
-      blocks[s].reader.at = at[s], blocks[s].i = k[s] - blocks[s].k;
-  }
+// Several blocks together, then each to its end.
+template <int BITS, int MOST, class Table>
+INLINE void read_all(Dense (&blocks)[TOGETHER], const Table& of) {
+  read_by_table<BITS, MOST>(blocks, of);
+  for (Dense& block : blocks)
+    if (!block.done()) read_by_table<BITS, MOST>(reinterpret_cast<Dense(&)[1]>(block), of);
+}
+
+INLINE void read_found(Dense (&blocks)[TOGETHER]) {
+  read_all<WINDOW, AT_ONCE>(blocks, [](const Dense& block) { return block.found; });
+}
+
+INLINE void read_few(Dense (&blocks)[TOGETHER]) {
+  read_all<FEW_WINDOW, FEW_AT_ONCE>(blocks, [](const Dense& block) { return block.few; });
 }
 
 // Collects blocks of one kind until there are TOGETHER, reads and packs them.
@@ -127,12 +111,12 @@ struct Group {
   }
 };
 
-// The groups of a row: what tables are for, what windows are for, sparse ones.
+// The groups of a row.
 struct Groups {
-  Group<Dense> by_table, from_windows;
+  Group<Dense> short_numbers, long_numbers;
   Group<Sparse> sparse;
 
-  INLINE void read() { by_table.read(), from_windows.read(), sparse.read(); }
+  INLINE void read() { short_numbers.read(), long_numbers.read(), sparse.read(); }
 };
 
 }  // namespace QSDP_NAMESPACE
