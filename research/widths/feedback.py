@@ -25,7 +25,7 @@ from qsdp.domains.data import glyphs
 from qsdp.domains.train import accuracy, hold_out, logits_of, network
 from research.widths import schemes
 from research.widths.schemes import Scheme
-from research.widths.train import Model, Momentum, batch, corpus, evaluate
+from research.widths.train import LEARNING_RATES, Model, Momentum, batch, corpus, evaluate
 
 HERE = Path(__file__).parent
 RATES = (1.02, 0.32, 0.032)  # 31x, 100x and 1000x fewer than float32
@@ -60,9 +60,7 @@ def characters(seed: int) -> Task:
         tokens, targets = batch(training, data)
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
-    return Task(
-        model, loss, lambda: {"loss": evaluate(model, validation)}, 2, {"sgd": 0.3, "adamw": 3e-3}
-    )
+    return Task(model, loss, lambda: {"loss": evaluate(model, validation)}, 2, LEARNING_RATES)
 
 
 @functools.cache
@@ -94,8 +92,8 @@ def convolutions(seed: int) -> Task:
 
 TASKS = {"characters": characters, "digits": convolutions}
 STEPS = {"characters": 150, "digits": 400}
-# What runs unless the arguments say otherwise: the paper's optimizer, and the usual one.
-RUNS = (("characters", "sgd"), ("characters", "adamw"), ("digits", "sgd"))
+# The paper's optimizer, the usual one, and one that divides by the singular values of a gradient.
+RUNS = (("characters", "sgd"), ("characters", "adamw"), ("characters", "muon"), ("digits", "sgd"))
 
 
 def cases(rate: float) -> dict[str, tuple[Scheme, bool]]:
@@ -164,7 +162,7 @@ def train(
     parameters, lr = list(task.model.parameters()), task.rates[optimizer]
     matrices = [i for i, p in enumerate(parameters) if p.ndim >= 2]
     adam = torch.optim.AdamW(parameters, lr, weight_decay=0.01)
-    own = Momentum(task.model, lr, muon=False)
+    own = Momentum(task.model, lr, muon=optimizer == "muon")
     for step in range(steps):
         ranks = [torch.autograd.grad(task.loss(data), parameters) for _ in range(task.ranks)]
         for place, p in enumerate(parameters):
@@ -241,7 +239,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     """Loss over full precision by true bits, a panel for each task and optimizer."""
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, len(RUNS), figsize=(13, 4.6))
+    figure, panels = plt.subplots(1, len(RUNS), figsize=(16, 4.6))
     for panel, (task, optimizer) in zip(panels, RUNS, strict=True):
         here = [r for r in results if (r["task"], r["optimizer"]) == (task, optimizer)]
         full = {r["seed"]: r["loss"] for r in here if r["rate"] == 32}
