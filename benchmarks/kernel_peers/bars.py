@@ -13,6 +13,7 @@ SLOW_PEERS = ("bitsandbytes", "torchao", "hivemind", "DDP hook")
 OTHERS = ("nearest symmetric", "nearest hadamard", "nearest bfloat16 block 128")
 LEVELS = ("nearest levels", "nearest levels bfloat16 block 128")
 DITHER = ("dither", "dither bfloat16 hadamard block 128")
+RICE = ("stochastic symmetric rice block 512",)
 
 
 class Bar(NamedTuple):
@@ -42,6 +43,8 @@ COPY_BARS = (
     Bar("encode 3, 4 bit, dither", 0.7, "encode", (3, 4), DITHER),
     Bar("decode 3, 4 bit, other formats", 0.7, "decode", (3, 4), OTHERS),
     Bar("decode 3, 4 bit, dither", 0.7, "decode", (3, 4), DITHER),
+    Bar("encode in Rice codes", 0.3, "encode", tuple(range(2, 9)), RICE),
+    Bar("decode Rice codes", 0.3, "decode", tuple(range(2, 9)), RICE),
 )
 GPU_BARS = tuple(
     Bar(f"{op}, bytes moved", 0.8, op, tuple(range(2, 9)), None) for op in ("encode", "decode")

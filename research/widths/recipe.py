@@ -68,7 +68,7 @@ def cases() -> dict[str, Codec | None]:
         own = 128 if budget > 1.2 else 256
         found[f"{name} chosen"] = partial(send, block=own, budget=budget, least=1)
         found[f"{name} chosen, from 0"] = partial(send, block=own, budget=budget, least=0)
-    for budget in (1.75, 2.55):  # about what the grids below take
+    for budget in (1.75, 2.55, 2.7):  # about what the grids below take, of gradients of each model
         found[f"{budget:g} chosen"] = partial(send, block=128, budget=budget, least=1)
     for bits in (3, 4, 5):
         rice = Quantizer(bits, 1024, "dither", scaling="symmetric", coding="rice")
