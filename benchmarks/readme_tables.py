@@ -28,6 +28,7 @@ PRESETS = ("w8g8", "w4g4", "w3g3", "w2g2")
 TEXTS = {
     "plays, lr 0.002": "memory",
     "plays, lr 0.006": "tuned-lr",
+    "plays, 0.9M parameters, lr 0.004": "tuned-875k",
     "Wikipedia, lr 0.002": "memory-wikipedia",
 }
 LINKS = {"1 Gbit/s": 1.0, "100 Mbit/s": 0.1}
@@ -80,8 +81,8 @@ def demo_table(root: Path) -> str:
 def loss_table(root: Path) -> str:
     """What a preset costs in loss and memory, and what it gains on links of two speeds.
 
-    Losses from the cases of benchmarks/quality/memory.json, on both texts, and of tuned-lr.json;
-    steps from the network benchmark.
+    Losses from the cases of benchmarks/quality/memory.json, on both texts, of tuned-lr.json and of
+    tuned-875k.json; steps from the network benchmark.
     """
     results = root / "benchmarks" / "quality" / "results"
     columns = []
