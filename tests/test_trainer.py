@@ -27,6 +27,7 @@ from qsdp.trainer.comm import quantize_communication
 from qsdp.trainer.command import parse
 from qsdp.trainer.config import PRESETS, TrainConfig
 from qsdp.trainer.evaluate import token_losses
+from qsdp.trainer.launch import _cause
 from qsdp.trainer.model import build_model, new_model, shard
 from qsdp.trainer.ranks import Ranks, SharedError
 from qsdp.trainer.text import Text, read_text
@@ -628,6 +629,25 @@ def test_what_fails_after_training_is_done_again(tmp_path, text_file):
     assert [record["step"] for record in records] == [1, 2, 3, 3]
     assert json.loads((run / "result.json").read_text())["steps"] == 3
     assert (run / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("exit_codes", "rank"),
+    [
+        ((1, -signal.SIGTERM), 0),  # the launcher ended rank 1, which still ran
+        ((-signal.SIGTERM, 3), 1),
+        ((1, -signal.SIGKILL), 1),  # rank 0 failed because it lost rank 1
+        ((-signal.SIGTERM, -signal.SIGKILL), 1),
+        ((2, 1), 0),
+    ],
+)
+def test_the_launcher_blames_the_rank_that_failed_first(exit_codes, rank):
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    failures = {i: ProcessFailure(i, 100 + i, code, "") for i, code in enumerate(exit_codes)}
+    for i, failure in failures.items():
+        failure.timestamp = 5 + i
+    assert _cause(failures)[0] == rank
 
 
 @pytest.mark.ranks

@@ -15,6 +15,10 @@ import sys
 import uuid
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 STOP_FILE = "stop"
 INTERRUPTED = 130
@@ -43,10 +47,7 @@ def launch(argv: list[str], num_ranks: int, run_folder: Path) -> int:
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "qsdp", "train", *argv)
     except ChildFailedError as failed:
-        # A rank that a signal ended is the cause; peers that lost it fail at the same moment.
-        rank, failure = min(
-            failed.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp)
-        )
+        rank, failure = _cause(failed.failures)
         if failure.exitcode < 0:
             name = signal.Signals(-failure.exitcode).name
             print(f"qsdp train: error: rank {rank} was ended by {name}", file=sys.stderr)
@@ -56,6 +57,20 @@ def launch(argv: list[str], num_ranks: int, run_folder: Path) -> int:
         print("qsdp train: ended without a checkpoint", file=sys.stderr)
         return INTERRUPTED
     return 128 + stop.signal if stop.signal else 0
+
+
+def _cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank that failed first, among all that have.
+
+    A rank that a signal ended comes before peers, which fail at the same moment for they lost it.
+    SIGTERM comes last: the launcher sends it to ranks that still run when another one has failed.
+    """
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int]:
+        failure = item[1]
+        return failure.exitcode == -signal.SIGTERM, failure.exitcode >= 0, failure.timestamp
+
+    return min(failures.items(), key=order)
 
 
 def rank_environment(num_ranks: int) -> dict[str, str]:
