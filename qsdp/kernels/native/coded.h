@@ -276,26 +276,24 @@ INLINE uint8_t* write_sparse(const int8_t* k, const uint16_t* places, const Size
   BitWriter writer(to);
   const int number = sizes.number[1], r = sizes.gap_parameter;
   int64_t last = -1, i = 0;
-  if (number) {
-    writer.add(uint64_t(r | (number - 1) << 4), 8);
-    const Word *const gaps = tables().gap[r], *const kept = tables().kept[number - 1];
-    const Word far = {0, LONG};
-    for (; i + 2 <= sizes.nonzero; i += 2) {  // two at once, unless they are long
-      const int64_t here = places[i], next = places[i + 1];
-      const uint64_t gap = uint64_t(here - last - 1), second = uint64_t(next - here - 1);
-      const Word words[] = {gap < KNOWN_GAPS ? gaps[gap] : far, kept[uint8_t(k[here])],
-                            second < KNOWN_GAPS ? gaps[second] : far, kept[uint8_t(k[next])]};
-      const uint32_t a = words[0].size + words[1].size, b = words[2].size + words[3].size;
-      if (a + b <= 56) {
-        const uint64_t low = words[0].bits | uint64_t(words[1].bits) << words[0].size;
-        const uint64_t high = words[2].bits | uint64_t(words[3].bits) << words[2].size;
-        writer.add(low | high << a, int(a + b));
-      } else {
-        write_kept(writer, uint32_t(gap + 1), k[here], number, r);
-        write_kept(writer, uint32_t(second + 1), k[next], number, r);
-      }
-      last = next;
+  if (number) writer.add(uint64_t(r | (number - 1) << 4), 8);
+  const Word *const gaps = tables().gap[number ? r : ELIAS_GAPS], *const kept = tables().kept[number];
+  const Word far = {0, LONG};
+  for (; i + 2 <= sizes.nonzero; i += 2) {  // two at once, unless they are long
+    const int64_t here = places[i], next = places[i + 1];
+    const uint64_t gap = uint64_t(here - last - 1), second = uint64_t(next - here - 1);
+    const Word words[] = {gap < KNOWN_GAPS ? gaps[gap] : far, kept[uint8_t(k[here])],
+                          second < KNOWN_GAPS ? gaps[second] : far, kept[uint8_t(k[next])]};
+    const uint32_t a = words[0].size + words[1].size, b = words[2].size + words[3].size;
+    if (a + b <= 56) {
+      const uint64_t low = words[0].bits | uint64_t(words[1].bits) << words[0].size;
+      const uint64_t high = words[2].bits | uint64_t(words[3].bits) << words[2].size;
+      writer.add(low | high << a, int(a + b));
+    } else {
+      write_kept(writer, uint32_t(gap + 1), k[here], number, r);
+      write_kept(writer, uint32_t(second + 1), k[next], number, r);
     }
+    last = next;
   }
   for (; i < sizes.nonzero; last = places[i++])
     write_kept(writer, uint32_t(places[i] - last), k[places[i]], number, r);

@@ -17,7 +17,8 @@ constexpr int FEW_WINDOW = 12;        // the same where numbers are longer
 constexpr int FEW_AT_ONCE = 2;
 constexpr int FEW_FROM = 4;           // the first of NUMBERS that are
 constexpr uint32_t KNOWN = 512;       // Elias numbers below it are in a table
-constexpr uint32_t KNOWN_GAPS = 128;  // and Rice numbers of gaps
+constexpr uint32_t KNOWN_GAPS = 128;  // and gaps
+constexpr int ELIAS_GAPS = 16;        // beside the Rice parameters of gaps
 
 // A number, first bit lowest. Of more than 64 bits, the size alone.
 struct Number {
@@ -87,8 +88,8 @@ struct Read {
 struct Tables {
   Word one[NUMBERS][256];              // by a value as uint8
   Word two[NUMBERS][256];              // by the low four bits of one value, and of the next
-  Word gap[16][KNOWN_GAPS];            // by Rice parameter: a gap - 1
-  Word kept[PARAMETERS][256];          // by Rice parameter: a value's sign and its magnitude - 1
+  Word gap[ELIAS_GAPS + 1][KNOWN_GAPS];  // by Rice parameter or for Elias, and by a gap - 1
+  Word kept[NUMBERS][256];             // a value's sign and its magnitude, for sparse streams
   Found found[FEW_FROM][1 << WINDOW];
   Few few[NUMBERS][1 << FEW_WINDOW];   // from FEW_FROM on; nothing stands in those before
   uint8_t elias_bits[18];              // of numbers with so many bits after the first
@@ -106,10 +107,12 @@ struct Tables {
         elias_read[elias[n].bits | more << size] = {uint8_t(n), uint8_t(size)};
     }
     for (int number = 0; number < NUMBERS; number++) fill(number);
-    for (int r = 0; r < 16; r++)
-      for (uint32_t n = 0; n < KNOWN_GAPS; n++) gap[r][n] = word_of(rice_number(n, r));
-    for (int r = 0; r < PARAMETERS; r++)
-      for (int k = -128; k < 128; k++) kept[r][k & 255] = kept_word(k, r);
+    for (uint32_t n = 0; n < KNOWN_GAPS; n++) {
+      for (int r = 0; r < ELIAS_GAPS; r++) gap[r][n] = word_of(rice_number(n, r));
+      gap[ELIAS_GAPS][n] = word_of(elias_number(n + 1));
+    }
+    for (int number = 0; number < NUMBERS; number++)
+      for (int k = -128; k < 128; k++) kept[number][k & 255] = kept_word(k, number);
   }
 
  private:
@@ -154,9 +157,10 @@ struct Tables {
     }
   }
 
-  static Word kept_word(int k, int r) {
+  static Word kept_word(int k, int number) {
     if (!k || k == -128) return {0, LONG};  // no value that is kept
-    const Number n = rice_number(uint32_t(k < 0 ? -k : k) - 1, r);
+    const uint32_t magnitude = uint32_t(k < 0 ? -k : k);
+    const Number n = number ? rice_number(magnitude - 1, number - 1) : elias_number(magnitude);
     return n.size > 31 ? Word{0, LONG}
                        : Word{uint32_t(n.bits << 1 | (k < 0)), uint32_t(n.size + 1)};
   }
