@@ -163,7 +163,7 @@ INLINE int64_t least_gaps(const uint8_t* magnitude, int64_t n, int64_t nonzero, 
   return maximum(0, zeros_between - rounded_off) >> r;
 }
 
-// The same of Rice streams. The sparse one stays as it is where it cannot be the shorter one.
+// Sizes of a block's Rice streams; that of the sparse one only where it can be the shorter.
 INLINE void rice_sizes(const uint8_t* magnitude, int top, const BitCounts& counts,
                        uint16_t* places, Sizes& sizes) {
   const int64_t n = sizes.numel, nonzero = sizes.nonzero;
@@ -277,7 +277,8 @@ INLINE uint8_t* write_sparse(const int8_t* k, const uint16_t* places, const Size
   const int number = sizes.number[1], r = sizes.gap_parameter;
   int64_t last = -1, i = 0;
   if (number) writer.add(uint64_t(r | (number - 1) << 4), 8);
-  const Word *const gaps = tables().gap[number ? r : ELIAS_GAPS], *const kept = tables().kept[number];
+  const Word* const gaps = tables().gap[number ? r : ELIAS_GAPS];
+  const Word* const kept = tables().kept[number];
   const Word far = {0, LONG};
   for (; i + 2 <= sizes.nonzero; i += 2) {  // two at once, unless they are long
     const int64_t here = places[i], next = places[i + 1];

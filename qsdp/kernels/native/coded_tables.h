@@ -13,11 +13,11 @@ constexpr int PARAMETERS = 8;         // of Rice numbers that are magnitudes
 constexpr int NUMBERS = 1 + PARAMETERS;  // Elias, then Rice by parameter
 constexpr int WINDOW = 11;            // bits of a stream that a table is looked up by
 constexpr int AT_ONCE = 8;            // values that it gives at most
-constexpr int FEW_WINDOW = 12;        // the same where numbers are longer
-constexpr int FEW_AT_ONCE = 2;
-constexpr int FEW_FROM = 4;           // the first of NUMBERS that are
+constexpr int FEW_WINDOW = 12;        // bits that a table of longer numbers is looked up by
+constexpr int FEW_AT_ONCE = 2;        // values that it gives at most
+constexpr int FEW_FROM = 4;           // the first of NUMBERS that has such a table
 constexpr uint32_t KNOWN = 512;       // Elias numbers below it are in a table
-constexpr uint32_t KNOWN_GAPS = 128;  // and gaps
+constexpr uint32_t KNOWN_GAPS = 128;  // gaps below it are in a table
 constexpr int ELIAS_GAPS = 16;        // beside the Rice parameters of gaps
 
 // A number, first bit lowest. Of more than 64 bits, the size alone.
@@ -74,7 +74,8 @@ struct Found {
   uint32_t count, size;
 };
 
-// The same of FEW_WINDOW bits.
+// The values that stand complete in the next FEW_WINDOW bits, two at most, and the bits that they
+// take.
 struct Few {
   uint16_t values;
   uint8_t count, size;
